@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both install into .venv by themselves.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# The first Python that is new enough; say PYTHON=/path/to/python to choose another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TYPED := ckstore ckstore_torch examples
+
+.PHONY: help setup demo test test-long lint
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP) ## make .venv and install everything into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "error: ckstore needs Python 3.11 or later; found $$(python3 --version 2>&1 \
+	    || echo none). Install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "error: $(PYTHON) is older than Python 3.11" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "error: $(PYTHON) lacks the venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
+	@echo "installing into $(VENV) (the first time takes minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+
+demo: $(STAMP) ## train a small GPT, kill it inside a save, resume, and compare bit by bit (about three minutes)
+	@$(BIN)/python -m examples.demo
+
+test: lint ## every test, after lint, types and import layers
+	@$(BIN)/python -m pytest
+
+test-long: $(STAMP) ## the same tests at larger counts, and those that take minutes
+	@$(BIN)/python -m pytest --long
+
+lint: $(STAMP) ## ruff, mypy (strict) and the import layers
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy $(TYPED)
+	@$(BIN)/lint-imports

@@ -1,0 +1,135 @@
+"""What a store needs of a storage: few verbs, durable bytes, no knowledge of what they mean.
+
+Required of every backend: a name becomes visible whole or not at all; when a verb returns its effect is durable
+(unless `durable=False` asked for visibility only); what was written is read at once; a short read is an error;
+no buffer passed in is used after the call returned; every verb may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckstore.errors import FormatError, InvalidInputError
+from ckstore.layout import TEMPORARIES, check_name
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do beyond the verbs.
+
+    `put_if_absent`: creation is atomic among all writers (without it a store has a single declared writer).
+    `reserve`: the storage can be full, and a reserve set aside on it can be given back to it.
+    """
+
+    put_if_absent: bool = True
+    reserve: bool = False
+
+
+class PutStream(Protocol):
+    """An object being written piece by piece. Exactly one of `commit` and `abort` ends it."""
+
+    def append(self, piece: bytes | bytearray | memoryview) -> None:
+        """Write `piece` behind what was written so far. After an error nothing is left and the stream is over."""
+
+    def commit(self) -> None:
+        """Make the object durable and visible. After an error nothing is visible and nothing is left behind.
+
+        A `BackendError` that is `retryable` asks for a new stream and all pieces anew: once an fsync has failed, the
+        kernel may have dropped what was written, and a second fsync would prove nothing.
+        """
+
+    def abort(self) -> None:
+        """Drop everything written. Never raises for what is gone already."""
+
+
+class Backend(Protocol):
+    """A flat space of named objects. Names are validated by `ckstore.layout.check_name`."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, without secrets."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        """Create or replace an object atomically: readers see the old one or the new one, whole.
+
+        With `durable=False` it is visible on return, but a crash of the machine may leave the old object, none, or
+        one whose bytes are damaged. After an error the object is the old one or the new one.
+        """
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Create an object; False, and nothing changed, when the name is taken. Durable either way on return.
+
+        True also when a lost answer is found to have been this call's own success.
+        """
+
+    def put_stream(self, name: str, size_hint: int) -> PutStream:
+        """Begin to write the object `name` of about `size_hint` bytes; for names that one writer alone uses."""
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        """The whole object. `NotFoundError` if absent, `CorruptionError` if larger than `limit` (not read)."""
+
+    def get_into(self, name: str, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start`. `NotFoundError` if absent, `CorruptionError` if the object ends early."""
+
+    def stat(self, name: str) -> int:
+        """The object's size in bytes, or `NotFoundError`."""
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        """The names below `prefix` (which ends with `/`), at any depth, sorted; temporaries are not among them.
+
+        A prefix with nothing below it lists as []. What cannot be read raises: a listing is whole or an error.
+        A name present during the whole call is listed; one that comes or goes meanwhile may be.
+        """
+
+    def delete(self, name: str) -> bool:
+        """Remove an object; False if it was absent."""
+
+    def sync(self, prefix: str) -> None:
+        """Make durable what a listing of `prefix` shows, and that deleted names stay away: who acts on it calls this.
+
+        It is about names: the bytes of an object put with `durable=False` are as they were.
+        """
+
+    def sweep_temporaries(self, decided: set[str]) -> int:
+        """Delete temporaries of saves whose spelled name is in `decided`, and of processes that are gone.
+
+        Returns how many bytes that freed.
+        """
+
+    def close(self) -> None: ...
+
+
+def check_object(name: str) -> str:
+    """Validate the name of an object; `FormatError` otherwise. `tmp/` is the backend's own."""
+    check_name(name)
+    if name.startswith(TEMPORARIES):
+        raise FormatError(f"{name} would be an object among the temporaries")
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """Validate what `list` and `sync` take: whole components and a final `/`; `FormatError` otherwise."""
+    if not prefix.endswith("/"):
+        raise FormatError(f"not a prefix, as it does not end with '/': {prefix[:200]!r}")
+    check_name(prefix[:-1])
+    return prefix
+
+
+def flat(piece: bytes | bytearray | memoryview) -> memoryview:
+    """`piece` as a run of single bytes; `InvalidInputError` if it has gaps."""
+    view = memoryview(piece)
+    if not view.c_contiguous:
+        raise InvalidInputError("only contiguous memory can be written")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def writable(view: memoryview, start: int) -> memoryview:
+    """`view` as single bytes to be filled from byte `start` of an object; `InvalidInputError` if it cannot be."""
+    if start < 0 or view.readonly or not view.c_contiguous:
+        raise InvalidInputError(f"cannot read from byte {start} into memory that is read-only or has gaps")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())

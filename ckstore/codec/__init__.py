@@ -1,0 +1,97 @@
+"""How a chunk's bytes are kept: one codec per module, known by a number that stands in every table (SPEC §8).
+
+Decoding trusts nothing: it fills exactly the memory it was given, or raises `CorruptionError`, or `FormatError` for a
+codec that this version does not know; and it allocates no more than that memory again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckstore.codec import planes, raw, zstd
+from ckstore.codec.scratch import scratch
+from ckstore.errors import CorruptionError, FormatError, InvalidInputError
+from ckstore.ids import digest
+
+RAW, ZSTD, PLANES = 0, 1, 2
+
+
+class _Codec(Protocol):
+    @property
+    def PARAMS(self) -> Set[int]: ...
+
+    def encode(self, param: int, plain: memoryview, level: int) -> bytes | memoryview: ...
+
+    def decode(self, param: int, stored: memoryview, out: memoryview) -> None: ...
+
+
+_CODECS: dict[int, _Codec] = {RAW: raw, ZSTD: zstd, PLANES: planes}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How to encode: a codec, its parameter (element size of planes, else 0) and a zstd level that no reader needs."""
+
+    codec: int
+    param: int = 0
+    level: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A chunk as it is to be stored. A raw one shares the memory of the plain bytes."""
+
+    codec: int
+    param: int
+    stored: bytes | memoryview
+
+
+AS_IS = Choice(RAW)
+
+
+def encode(codec: int, param: int, plain: memoryview, level: int) -> bytes | memoryview:
+    """The stored form of `plain` (flat bytes); raw is `plain` itself, not a copy."""
+    return _known(codec, param).encode(param, plain, level)
+
+
+def decode(codec: int, param: int, stored: memoryview, out: memoryview) -> None:
+    """Fill `out` (flat, writable bytes) with the plain bytes of `stored`; after an error `out` is undefined."""
+    _known(codec, param).decode(param, stored, out)
+
+
+def encode_checked(choice: Choice, plain: memoryview, chunk_id: bytes) -> Encoded:
+    """Encode `plain`, whose BLAKE3-256 is `chunk_id`, and prove that it decodes to that; raw if it does not shrink.
+
+    `InvalidInputError` if `plain` is no longer what was hashed. A codec that loses bytes (a fault of the machine)
+    is warned of, and the chunk is kept raw.
+    """
+    if choice.codec == RAW or len(plain) < choice.param:
+        return Encoded(RAW, 0, plain)
+    stored = encode(choice.codec, choice.param, plain, choice.level)
+    if len(stored) >= len(plain):
+        return Encoded(RAW, 0, plain)
+    if not _gives(choice, memoryview(stored), len(plain), chunk_id):
+        if digest(plain) != chunk_id:
+            raise InvalidInputError("the state was changed while it was being saved")
+        warnings.warn(f"codec {choice.codec} lost bytes on this machine; a chunk is kept raw", stacklevel=2)
+        return Encoded(RAW, 0, plain)
+    return Encoded(choice.codec, choice.param, stored)
+
+
+def _gives(choice: Choice, stored: memoryview, size: int, chunk_id: bytes) -> bool:
+    out = scratch("proof", size)
+    try:
+        decode(choice.codec, choice.param, stored, out)
+    except CorruptionError:
+        return False
+    return digest(out) == chunk_id
+
+
+def _known(codec: int, param: int) -> _Codec:
+    found = _CODECS.get(codec)
+    if found is None or param not in found.PARAMS:
+        raise FormatError(f"codec {codec} with parameter {param} is not known to this version; a newer one may know it")
+    return found

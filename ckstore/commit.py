@@ -1,0 +1,97 @@
+"""Deciding a save: one record under one name, created once, never freed.
+
+Nobody reports success before the record is durable, and nobody reports failure before having tried to create ABORT
+under the same name: finding COMMIT there is success.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ckstore import layout
+from ckstore.context import Context
+from ckstore.errors import BackendError, CkstoreError, FencedError
+from ckstore.format import records
+from ckstore.history import read_decision, read_epochs, read_floor
+from ckstore.ids import SaveName
+from ckstore.process import current_owner
+
+
+def commit(context: Context, record: records.Commit | records.Relocation) -> None:
+    """Create the record, durably. `FencedError` when the save was aborted from outside meanwhile.
+
+    Any other error means that the save is aborted, unless the message says that its outcome is unknown. What an
+    aborted save wrote is deleted.
+    """
+    save = SaveName.parse(record.save)
+    try:
+        _create(context, save, record)
+    except CkstoreError:
+        with suppress(CkstoreError):
+            if isinstance(read_decision(context, save), records.Abort):
+                _delete_written(context, save)
+        raise
+
+
+def _create(context: Context, save: SaveName, record: records.Commit | records.Relocation) -> None:
+    try:
+        created = context.backend.put_if_absent(layout.snapshot(save), records.encode(record))
+    except BackendError as error:
+        if not _won_after_all(context, save, error):
+            raise
+        created = True
+    if not created and not isinstance(read_decision(context, save), type(record)):
+        raise FencedError(f"save {save.nonce} was aborted from outside while it was being written; save again")
+    _check_floor(context, save)
+
+
+def abort(context: Context, save: SaveName, reason: str) -> bool:
+    """Create ABORT; True if the save is aborted now, False if it had been committed."""
+    record = records.Abort(str(save), reason[:1000], current_owner())
+    if context.backend.put_if_absent(layout.snapshot(save), records.encode(record)):
+        return True
+    return isinstance(read_decision(context, save), records.Abort)
+
+
+def discard(context: Context, save: SaveName, reason: str) -> None:
+    """Delete what a save of this process wrote and abort it: it never tried to commit.
+
+    Deleting comes first, as a full disk may need the room for the record. What fails here is left for gc.
+    """
+    with suppress(CkstoreError):
+        _delete_written(context, save)
+    with suppress(CkstoreError):
+        abort(context, save, reason)
+
+
+def _delete_written(context: Context, save: SaveName) -> None:
+    for prefix in (f"{layout.PACKS}{save}/", f"{layout.MANIFESTS}{save}/"):
+        for name in context.backend.list(prefix):
+            context.backend.delete(name)
+
+
+def check_epoch(context: Context, branch: str, epoch: int) -> None:
+    """`FencedError` if a newer run has taken over `branch`."""
+    newest = max(read_epochs(context.backend, branch).get(branch, {}), default=0)
+    if newest > epoch:
+        raise FencedError(
+            f"a newer run took over branch {branch} (epoch {newest}; this one is {epoch}): nothing was saved; stop this run"
+        )
+
+
+def _won_after_all(context: Context, save: SaveName, error: BackendError) -> bool:
+    """The answer was lost or the call failed: let ABORT under the same name find out which."""
+    try:
+        aborted = abort(context, save, f"commit failed: {error}")
+    except CkstoreError:
+        raise BackendError(
+            f"the outcome of save {save.nonce} is unknown: its record could be neither created nor aborted; "
+            "`ckstore ls` will show whether it exists"
+        ) from error
+    return not aborted
+
+
+def _check_floor(context: Context, save: SaveName) -> None:
+    floor = read_floor(context.backend)
+    if save.sequence < floor.sequence and str(save) not in floor.live:
+        raise FencedError(f"save {save.nonce} was given up and cleared away while it was being written; save again")

@@ -1,0 +1,105 @@
+"""The error tree, grouped by what a caller would do about it.
+
+Every error raised on purpose derives from `CkstoreError`. A cause is chained, never turned into text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CkstoreError(Exception):
+    """Base of every error that ckstore raises on purpose."""
+
+
+class NotFoundError(CkstoreError, KeyError):
+    """The named object, snapshot or ref does not exist; look at what does."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of its argument
+        return str(self.args[0]) if self.args else ""
+
+
+class ConflictError(CkstoreError):
+    """Somebody else decided first; reload and decide again."""
+
+
+class FencedError(CkstoreError):
+    """A newer run took over this branch, or this save was aborted from outside; stop writing."""
+
+
+class InvalidInputError(CkstoreError, ValueError):
+    """What the caller passed cannot be used; nothing was changed."""
+
+
+class UnsupportedTypeError(InvalidInputError, TypeError):
+    """A value in the state cannot be kept; nothing was written.
+
+    `path` is where it stands in the state, `kind` the name of its type.
+    """
+
+    def __init__(self, path: str, kind: str, reason: str = "") -> None:
+        self.path = path
+        self.kind = kind
+        detail = f": {reason}" if reason else ""
+        super().__init__(f"cannot save {path or 'the state itself'} of type {kind}{detail}")
+
+
+class MismatchError(InvalidInputError):
+    """The snapshot and the restore target differ in structure; the target was not changed.
+
+    `missing` are paths the target has and the snapshot lacks, `unexpected` the reverse, `mismatched` pairs of
+    path and reason (shape, dtype or kind).
+    """
+
+    def __init__(
+        self, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[tuple[str, str]]
+    ) -> None:
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+        parts = []
+        if self.missing:
+            parts.append(f"missing from the snapshot: {_few(self.missing)}")
+        if self.unexpected:
+            parts.append(f"not in the target: {_few(self.unexpected)}")
+        if self.mismatched:
+            parts.append("different: " + _few([f"{path} ({reason})" for path, reason in self.mismatched]))
+        super().__init__("the snapshot does not fit the target; " + "; ".join(parts))
+
+
+class FormatError(CkstoreError):
+    """Not a store, or written by a version whose format or features this one does not know."""
+
+
+class CorruptionError(CkstoreError):
+    """Stored bytes are damaged; never retry. Says which object, where, what was expected and what was found."""
+
+    def __init__(self, what: str, *, name: str = "", offset: int | None = None, path: str = "") -> None:
+        self.what = what
+        self.name = name
+        self.offset = offset
+        self.path = path
+        place = name + (f" at byte {offset}" if offset is not None else "")
+        text = f"{place}: {what}" if place else what
+        super().__init__(f"{text} (needed by {path})" if path else text)
+
+
+class BackendError(CkstoreError):
+    """The storage refused or failed. `retryable` tells whether the same call may succeed later."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        self.retryable = retryable
+        super().__init__(message)
+
+
+class NoSpaceError(BackendError):
+    """The storage is full. Free space (`ckstore prune`, `ckstore gc`) and save again."""
+
+
+def _few(items: Sequence[str], most: int = 20) -> str:
+    shown = ", ".join(items[:most])
+    return shown + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+class CkstoreWarning(UserWarning):
+    """Something was set aside or worked around, and the caller should know: a snapshot quarantined, a fallback taken."""

@@ -1,0 +1,100 @@
+"""The floor: clearing away the records of what was removed long ago, so that a store's lists do not grow for ever.
+
+A decided name is never freed, as a suspended writer might take it again. The floor frees many at once: below it, a
+record that it does not list is void, whoever creates it and whenever. A writer that commits below it reads the floor
+afterwards and fails.
+
+    propose → list saves → list records → floor, durable, created once per number → delete what is void
+
+A writer announces itself and then reads proposals; a floor is proposed before saves are listed: one sees the other.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ckstore import layout
+from ckstore.announce import list_announcers
+from ckstore.context import Context
+from ckstore.errors import CkstoreError
+from ckstore.format import records
+from ckstore.history import History, list_saves, read_floor, read_history, read_optional
+from ckstore.ids import SaveName, new_nonce
+
+WORTH_IT = 64
+"""Void records that make it worth raising the floor."""
+
+
+def proposed_sequences(context: Context) -> list[int]:
+    """The sequences of all floors proposed and not withdrawn."""
+    found = []
+    for name in context.backend.list(layout.PROPOSED_FLOORS):
+        data = read_optional(context.backend, name)
+        if data is not None:
+            found.append(records.decode(data, records.Floor, name).sequence)
+    return found
+
+
+def raise_floor(context: Context, least: int = WORTH_IT) -> int:
+    """Clear away void records if there are at least `least`; how many went."""
+    if len(_spent(read_history(context))) < least:
+        return 0
+    before = read_floor(context.backend)
+    newest = max((save.sequence for save in list_saves(context.backend, layout.SNAPSHOTS)), default=0)
+    proposal = layout.proposed_floor(new_nonce())
+    proposed = records.Floor(before.number + 1, newest, [])
+    context.backend.put(proposal, records.encode(proposed), durable=False)
+    try:
+        undecided = _undecided(context)
+        sequence = min([newest, *(save.sequence for save in undecided)])
+        history = read_history(context)
+        spent = {save for save in _spent(history) if save.sequence < sequence}
+        live = [save for save in history.saves if save.sequence < sequence and save not in spent]
+        floor = records.Floor(before.number + 1, sequence, sorted(map(str, live)))
+        if sequence <= before.sequence or not context.backend.put_if_absent(
+            layout.floor(floor.number), records.encode(floor)
+        ):
+            return 0
+        return _delete_void(context, floor)
+    finally:
+        with suppress(CkstoreError):
+            context.backend.delete(proposal)
+
+
+def _spent(history: History) -> list[SaveName]:
+    """Decided saves that nothing needs and nothing ever will: aborted, removed, or a repack whose packs are gone."""
+    found, holding = [], set(list_saves(history.context.backend, layout.PACKS))
+    for save in history.saves:
+        decision = history.decision(save)
+        spent_move = isinstance(decision, records.Relocation) and save not in holding
+        if save in history.marks.removed or isinstance(decision, records.Abort) or spent_move:
+            found.append(save)
+    return found
+
+
+def _undecided(context: Context) -> list[SaveName]:
+    decided = set(list_saves(context.backend, layout.SNAPSHOTS))
+    return [one.save for one in list_announcers(context.backend) if one.save and one.save not in decided]
+
+
+def _delete_void(context: Context, floor: records.Floor) -> int:
+    """Delete void records and the facts about them. A save that still has packs keeps its record, void as it is."""
+    backend = context.backend
+    listed = {SaveName.parse(save) for save in floor.live}
+    holding = {*list_saves(backend, layout.PACKS), *list_saves(backend, layout.MANIFESTS)}
+    deleted = 0
+    for save in list_saves(backend, layout.SNAPSHOTS):
+        if save.sequence < floor.sequence and save not in listed and save not in holding:
+            deleted += backend.delete(layout.snapshot(save))
+            context.decisions.pop(save, None)
+    kept = {*list_saves(backend, layout.SNAPSHOTS), *holding}
+    # Where a pack went must be known as long as somebody may look for it at its old place.
+    kept |= {layout.save_of_pack(one.old) for _, move in read_history(context).relocations() for one in move.moved}
+    for save in list_saves(backend, layout.MARKS):
+        if save.sequence < floor.sequence and save not in kept:
+            for name in backend.list(layout.marks(save)):
+                backend.delete(name)
+    for older in backend.list(layout.FLOORS):
+        if older < layout.floor(floor.number):
+            backend.delete(older)
+    return deleted

@@ -1,0 +1,232 @@
+"""The small records of a store: what it is, who is at work on it, what was decided (SPEC §5).
+
+Each is a msgpack map in an envelope. `encode` and `decode` are the only doors; what `decode` returns is valid, and
+`encode` refuses what `decode` would refuse: a record that nobody can read must never be published.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ckstore.errors import FormatError
+from ckstore.format import envelope
+from ckstore.ids import HASH_BYTES, LABEL_PATTERN, SAVE_PATTERN, SaveName
+from ckstore.layout import PACK_PATTERN
+from ckstore.process import Owner
+
+FORMAT = 1
+MAX_RECORD = 64 << 20
+"""Largest record read, in bytes: a commit of half a million packs is below it."""
+
+StoreId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+"""It names a cache directory, so it must not be a path."""
+Save = Annotated[str, Meta(pattern=rf"\A{SAVE_PATTERN}\Z")]
+Pack = Annotated[str, Meta(pattern=rf"\A{PACK_PATTERN}\Z")]
+Branch = Annotated[str, Meta(pattern=rf"\A{LABEL_PATTERN}\Z")]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Seconds = Annotated[float, Meta(ge=0, le=253402300799)]
+"""A duration, or a time since 1970 that a calendar can show (until the year 9999)."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a store is. Written once at `init`."""
+
+    store: StoreId
+    format: int = FORMAT
+    hash: str = "blake3-256"
+    ids: str = "plain"
+    chunk_size: int = 4 << 20
+    reader_features: list[str] = []
+    writer_features: list[str] = []
+
+
+class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A save under way and the snapshots it depends on. `counter` moves while it lives."""
+
+    save: Save
+    branch: Branch
+    step: Count
+    epoch: Count
+    parents: list[Save]
+    owner: Owner
+    world: Count = 1
+    attempt: Count = 0
+    counter: Count = 0
+
+
+class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A reader and the snapshots it depends on."""
+
+    purpose: str
+    snapshots: list[Save]
+    owner: Owner
+    counter: Count = 0
+
+
+class ManifestRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one rank's manifest is: in `manifests/<save>/<rank>`, or in `inline` when it is small."""
+
+    rank: Count
+    size: Count
+    hash: Hash
+    inline: bytes | None = None
+
+
+class PackRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A pack that a snapshot needs, and its size in bytes."""
+
+    name: Pack
+    size: Count
+
+
+class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="commit", tag_field="record"):
+    """A snapshot: everything a reader needs to find the rest. Times are seconds since 1970, for people only."""
+
+    save: Save
+    branch: Branch
+    epoch: Count
+    step: Count
+    created: Seconds
+    manifests: list[ManifestRef]
+    packs: list[PackRef]
+    content: Hash
+    logical_bytes: Count
+    stored_bytes: Count
+    full: bool = False
+    parent: Save | None = None
+    meta: bytes = b"\xc0"
+    seconds: Seconds = 0.0
+
+
+class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort", tag_field="record"):
+    """A save that is not and never will be a snapshot."""
+
+    save: Save
+    reason: str
+    by: Owner
+
+
+class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The frames that left the pack `old` for the pack `new`: 32-byte ids and 8-byte little-endian offsets."""
+
+    old: Pack
+    new: Pack
+    ids: bytes
+    offsets: bytes
+
+
+class Relocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="relocation", tag_field="record"):
+    """A repack: the live frames of old packs stand in new ones."""
+
+    save: Save
+    packs: list[PackRef]
+    moved: list[Moved]
+
+
+Decision = Commit | Abort | Relocation
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fact about a save: what was seen, by whom, and when (seconds since 1970, for people only)."""
+
+    fact: str
+    at: Seconds
+    by: Owner
+    evidence: dict[str, str] = {}
+
+
+class Damage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A damaged range of a pack: readers look elsewhere, writers treat its chunk as unknown."""
+
+    pack: Pack
+    offset: Count
+    length: Count
+    what: str
+    at: Seconds
+    by: Owner
+
+
+class Tag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A name that people gave to a snapshot."""
+
+    snapshot: Save
+    at: Seconds
+
+
+class Epoch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run took over a branch, going on from `base`; later records of older epochs are fenced."""
+
+    branch: Branch
+    number: Count
+    base: Save | None
+    base_epoch: int
+    owner: Owner
+
+
+class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Records of saves whose sequence is below `sequence` are void unless listed in `live`. Floors are numbered."""
+
+    number: Count
+    sequence: Annotated[int, Meta(ge=0)]
+    live: list[Save]
+
+
+_KINDS: dict[type, bytes] = {
+    Config: b"C", Announcement: b"S", Pin: b"P", Mark: b"K", Damage: b"D", Tag: b"T", Epoch: b"E", Floor: b"F",
+}  # fmt: skip
+_DECISION = b"R"
+
+R = TypeVar("R")
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """The bytes of a record's object."""
+    kind = _DECISION if isinstance(record, Decision) else _KINDS[type(record)]
+    payload = msgspec.msgpack.encode(record, order="deterministic")
+    _decode(payload, type(record), f"the {type(record).__name__} to be written")
+    return envelope.wrap(kind, payload)
+
+
+def decode(data: bytes, kind: type[R], name: str) -> R:
+    """The record of type `kind` in an object's bytes, checked; `name` is the object's, for errors."""
+    return _decode(envelope.unwrap(_KINDS[kind], data, name), kind, name)
+
+
+def decode_decision(data: bytes, save: SaveName, name: str) -> Decision:
+    """What was decided about `save`; a record of another save under its name is refused."""
+    record: Decision = _decode(envelope.unwrap(_DECISION, data, name), Decision, name)  # type: ignore[arg-type]
+    if record.save != str(save):
+        raise FormatError(f"{name} holds the record of save {record.save!r}")
+    return record
+
+
+def _decode(payload: bytes | memoryview, kind: type[R], name: str) -> R:
+    try:
+        record = msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"{name} is whole but not a record that this version can read: {error}") from error
+    if isinstance(record, Commit):
+        _check_commit(record, name)
+    if isinstance(record, Relocation):
+        _check_relocation(record, name)
+    return record
+
+
+def _check_commit(record: Commit, name: str) -> None:
+    ranks = [entry.rank for entry in record.manifests]
+    if not ranks or ranks != list(range(len(ranks))):
+        raise FormatError(f"{name} does not list the manifests of ranks 0 to n-1 once each")
+    if any(entry.inline is not None and len(entry.inline) != entry.size for entry in record.manifests):
+        raise FormatError(f"{name} holds a manifest of another size than it says")
+    if len({pack.name for pack in record.packs}) != len(record.packs):
+        raise FormatError(f"{name} lists a pack twice")
+
+
+def _check_relocation(record: Relocation, name: str) -> None:
+    for moved in record.moved:
+        if len(moved.ids) % HASH_BYTES or len(moved.offsets) * (HASH_BYTES // 8) != len(moved.ids):
+            raise FormatError(f"{name} holds tables of different lengths")

@@ -1,0 +1,141 @@
+"""Where known chunks are: a cache beside the store, which may be stale, damaged or missing at any time without harm.
+
+A hit is a hint: it counts only if its pack is known to be there from elsewhere. Kept in one LMDB table:
+
+    c <chunk id>                22 bytes: number of the pack, offset, stored size, codec, param, CRC-32
+    p <number, big-endian>      name of the pack
+    n <name of the pack>        number
+    s <name of a save>          nothing: all chunks of that save are in the index
+
+The CRC covers id, entry and the pack's name, so that an entry whose pack was forgotten, or whose number now means
+another pack, is a miss.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import lmdb
+
+from ckstore import sealed
+from ckstore.format.manifest import Location
+from ckstore.ids import SaveName
+
+MAP_SIZE = 1 << 30
+"""Bytes that the index may grow to (about 8 million chunks) before it is begun anew."""
+
+_ENTRY = struct.Struct("<IQIBB")
+_CRC = struct.Struct("<I")
+_NUMBER = struct.Struct(">I")
+
+
+class ChunkIndex:
+    """The index of one store. No method ever raises for what is in the cache directory; threads may share it."""
+
+    def __init__(self, environment: sealed.SealedEnvironment) -> None:
+        self._environment = environment
+        self._closed = False
+
+    @classmethod
+    def open(cls, path: Path, map_size: int = MAP_SIZE) -> ChunkIndex:
+        """The index in the directory `path`, made at the first `add`; several in one process share it."""
+        return cls(sealed.share(path, map_size))
+
+    def get(self, chunk: bytes) -> Location | None:
+        """Where `chunk` was last known to be."""
+        if self._closed:
+            return None
+        return self._environment.read(lambda transaction: _find(transaction, chunk), None)
+
+    def covers(self, save: SaveName) -> bool:
+        """Whether the chunks of `save` were added, and no pack was forgotten since."""
+        if self._closed:
+            return False
+        return self._environment.read(lambda transaction: transaction.get(_save_key(save)) is not None, False)
+
+    def add(self, save: SaveName, ids: Sequence[bytes], locations: Sequence[Location]) -> None:
+        """Remember where the chunks of the committed `save` are; skipped when another process is writing."""
+        if not self._closed:
+            self._environment.write(lambda transaction: _add(transaction, save, ids, locations))
+
+    def forget(self, packs: Iterable[str]) -> None:
+        """Forget these packs and every chunk in them; no save counts as covered after that."""
+        names = list(packs)
+        if names and not self._closed:
+            self._environment.write(lambda transaction: _forget(transaction, names))
+
+    def close(self) -> None:
+        """Let go of the files; afterwards everything is a miss."""
+        if not self._closed:
+            self._closed = True
+            sealed.release(self._environment)
+
+
+def _find(transaction: lmdb.Transaction[bytes], chunk: bytes) -> Location | None:
+    value = transaction.get(b"c" + chunk)
+    if value is None or len(value) != _ENTRY.size + _CRC.size:
+        return None
+    entry = value[: _ENTRY.size]
+    number, offset, stored, codec, param = _ENTRY.unpack(entry)
+    name = transaction.get(b"p" + _NUMBER.pack(number))
+    if name is None or value[_ENTRY.size :] != _crc(chunk, entry, name):
+        return None
+    return Location(name.decode(), offset, stored, codec, param)
+
+
+def _add(
+    transaction: lmdb.Transaction[bytes], save: SaveName, ids: Sequence[bytes], locations: Sequence[Location]
+) -> None:
+    numbers = {name: _number(transaction, name) for name in sorted({place.pack for place in locations})}
+    with transaction.cursor() as cursor:
+        cursor.putmulti(_entries(ids, locations, numbers))
+    transaction.put(_save_key(save), b"")
+
+
+def _entries(
+    ids: Sequence[bytes], locations: Sequence[Location], numbers: dict[str, int]
+) -> Iterator[tuple[bytes, bytes]]:
+    for chunk, place in zip(ids, locations, strict=True):
+        entry = _ENTRY.pack(numbers[place.pack], place.offset, place.stored, place.codec, place.param)
+        yield b"c" + chunk, entry + _crc(chunk, entry, place.pack.encode())
+
+
+def _number(transaction: lmdb.Transaction[bytes], name: str) -> int:
+    """The number of the pack `name`, a new one if it has none."""
+    key = b"n" + name.encode()
+    found = transaction.get(key)
+    if found is not None:
+        return int(_NUMBER.unpack(found)[0])
+    number = _last_number(transaction) + 1
+    transaction.put(key, _NUMBER.pack(number))
+    transaction.put(b"p" + _NUMBER.pack(number), name.encode())
+    return number
+
+
+def _last_number(transaction: lmdb.Transaction[bytes]) -> int:
+    with transaction.cursor() as cursor:
+        found = cursor.prev() if cursor.set_range(b"q") else cursor.last()
+        key = cursor.key() if found else b""
+    return int(_NUMBER.unpack(key[1:])[0]) if key.startswith(b"p") else 0
+
+
+def _forget(transaction: lmdb.Transaction[bytes], names: list[str]) -> None:
+    for name in names:
+        number = transaction.pop(b"n" + name.encode())
+        if number is not None:
+            transaction.delete(b"p" + number)
+    with transaction.cursor() as cursor:
+        found = cursor.set_range(b"s")
+        while found and cursor.key().startswith(b"s"):
+            found = cursor.delete()
+
+
+def _save_key(save: SaveName) -> bytes:
+    return b"s" + str(save).encode()
+
+
+def _crc(chunk: bytes, entry: bytes, name: bytes) -> bytes:
+    return _CRC.pack(zlib.crc32(name, zlib.crc32(entry, zlib.crc32(chunk))))

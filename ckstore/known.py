@@ -1,0 +1,99 @@
+"""Which chunks a save may reuse instead of writing them again.
+
+A chunk found in the index or in a parent's manifest counts only if its pack is in the closure of a snapshot that this
+save announced and that was still safe afterwards. Anything else is a miss: that makes a stale index harmless.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ckstore import layout
+from ckstore.context import Context
+from ckstore.errors import CorruptionError, FormatError, NotFoundError
+from ckstore.format import manifest
+from ckstore.format.manifest import Location
+from ckstore.format.records import Commit, ManifestRef
+from ckstore.history import Marks, read_decision
+from ckstore.ids import SaveName, digest
+from ckstore.relocation import Relocations
+
+
+_LOST = (CorruptionError, FormatError, NotFoundError)
+"""A damaged parent is only a lost chance to save space; verify and restore are the ones to report it."""
+
+
+class Known:
+    """The chunks of a save's parents. `find` may be called from several threads."""
+
+    def __init__(self, context: Context, parents: tuple[SaveName, ...], marks: Marks) -> None:
+        self._context = context
+        self._marks = marks
+        self._moves = Relocations(context, marks.relocated)
+        self._sizes: dict[str, int] = {}
+        self._usable: dict[str, bool] = {}
+        self._uncovered: dict[bytes, Location] = {}
+        for save in parents:
+            self._add(save)
+
+    def find(self, chunk: bytes) -> Location | None:
+        """Where `chunk` is, if it may be reused."""
+        for written in (self._context.index.get(chunk), self._uncovered.get(chunk)):
+            if written is not None and written.pack in self._sizes:
+                with suppress(*_LOST):
+                    place = self._moves.follow(chunk, written)
+                    if self._may_use(place):
+                        return place
+        return None
+
+    def size_of(self, pack: str) -> int:
+        """The recorded size in bytes of a pack that `find` gave."""
+        return self._sizes[pack]
+
+    def _add(self, save: SaveName) -> None:
+        try:
+            commit = read_decision(self._context, save)
+            if not isinstance(commit, Commit):
+                return
+            if not self._context.index.covers(save):
+                self._read_tables(save, commit)
+            self._sizes.update((pack.name, pack.size) for pack in [*commit.packs, *self._moves.packs(commit.packs)])
+        except _LOST:
+            return
+
+    def _read_tables(self, save: SaveName, commit: Commit) -> None:
+        for entry in commit.manifests:
+            table = read_manifest(self._context, save, entry)
+            self._uncovered.update(zip(table.ids, table.locations, strict=True))
+            self._context.index.add(save, table.ids, table.locations)
+
+    def _may_use(self, place: Location) -> bool:
+        pack = place.pack
+        if pack not in self._sizes or place.offset in self._marks.damaged.get(pack, ()):
+            return False
+        if pack not in self._usable:
+            self._usable[pack] = self._is_whole(pack)
+        return self._usable[pack]
+
+    def _is_whole(self, pack: str) -> bool:
+        if pack in self._marks.relocating:
+            return False
+        try:
+            return self._context.backend.stat(pack) == self._sizes[pack]
+        except NotFoundError:
+            return False
+
+
+def read_manifest(context: Context, save: SaveName, entry: ManifestRef) -> manifest.Manifest:
+    """One rank's manifest, checked against the commit record that names it."""
+    name = layout.manifest(save, entry.rank)
+    if entry.inline is not None:
+        name = f"{layout.snapshot(save)} (inline manifest)"
+        data = entry.inline
+    elif entry.size > manifest.MAX_MANIFEST:
+        raise FormatError(f"{name} claims {entry.size} bytes, over the limit of {manifest.MAX_MANIFEST}")
+    else:
+        data = context.backend.get(name, limit=entry.size)
+    if len(data) != entry.size or digest(data) != entry.hash:
+        raise CorruptionError("is not the manifest that its commit record names", name=name)
+    return manifest.decode(data, save, entry.rank, name)

@@ -1,0 +1,173 @@
+"""Removing snapshots, beside writers and readers, without a lock.
+
+    condemn → list saves and pins, spare what they or tags name → list commit records → `removed`, durable
+
+Whoever depends on a snapshot publishes that and then reads its marks; a remover publishes `condemned` and then lists:
+one of them sees the other. Tests switch off each arrow in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from ckstore import facts, layout, retention
+from ckstore.announce import Announcer, list_announcers
+from ckstore.context import Context
+from ckstore.errors import CkstoreError
+from ckstore.format import records
+from ckstore.history import History, order_of, read_history, read_marks, read_tags
+from ckstore.ids import SaveName, new_nonce
+from ckstore.retention import Facts, Retention
+from ckstore.meta import decode_meta
+
+
+@dataclass(slots=True)
+class Removal:
+    """What prune did: which snapshots stay and by which rules, which went, which are spared for now and for whom."""
+
+    keep: dict[SaveName, tuple[str, ...]] = field(default_factory=dict)
+    removed: list[SaveName] = field(default_factory=list)
+    spared: dict[SaveName, str] = field(default_factory=dict)
+
+
+def plan_prune(context: Context, policy: Retention, branch: str | None = None) -> retention.Plan:
+    """What `policy` keeps and drops as things stand now. Changes nothing."""
+    return _plan(context, read_history(context), policy, branch)
+
+
+def prune(context: Context, policy: Retention, branch: str | None = None) -> Removal:
+    """Remove what `policy` does not keep. Their bytes are freed by gc."""
+    context.backend.sync(layout.SNAPSHOTS)
+    victims = plan_prune(context, policy, branch).drop
+    own = condemn(context, victims)
+    announcers, tags = list_announcers(context.backend), read_tags(context.backend)
+    plan = _plan(context, read_history(context), policy, branch)
+    result = Removal(keep=dict(plan.keep))
+    for save in victims:
+        if save in plan.drop:
+            _remove_unless_named(context, save, announcers, tags, result)
+        else:
+            context.backend.delete(own[save])
+    return result
+
+
+def drop(context: Context, saves: Collection[SaveName]) -> Removal:
+    """Remove these snapshots, whatever any policy says, unless somebody depends on them or a tag names them."""
+    context.backend.sync(layout.SNAPSHOTS)
+    condemn(context, saves)
+    announcers, tags = list_announcers(context.backend), read_tags(context.backend)
+    result = Removal()
+    for save in saves:
+        _remove_unless_named(context, save, announcers, tags, result)
+    return result
+
+
+def finish_condemned(context: Context) -> Removal:
+    """Go on where a prune stopped: remove what is condemned, unless it is named or its branch has nothing better.
+
+    Each remover publishes a mark of its own, as another's may be withdrawn at any time.
+    """
+    marks = read_marks(context.backend)
+    waiting = [save for save in marks.condemned if save not in marks.removed]
+    result = Removal()
+    if not waiting:
+        return result
+    context.backend.sync(layout.SNAPSHOTS)
+    own = condemn(context, waiting)
+    announcers, tags = list_announcers(context.backend), read_tags(context.backend)
+    history = read_history(context)
+    last = _best_of_branches(history)
+    for save in waiting:
+        if save in last:
+            context.backend.delete(own[save])
+            result.spared[save] = "the last good snapshot of its branch"
+        elif save in history.saves:
+            _remove_unless_named(context, save, announcers, tags, result)
+    return result
+
+
+def condemn(context: Context, saves: Iterable[SaveName]) -> dict[SaveName, str]:
+    """Publish that `saves` are about to be removed: no save may build on them from now on. The marks' names."""
+    nonce = new_nonce()
+    return {save: facts.add(context, save, f"condemned-{nonce}", {}, durable=False) for save in saves}
+
+
+def _remove_unless_named(
+    context: Context, save: SaveName, announcers: list[Announcer], tags: dict[str, SaveName], result: Removal
+) -> None:
+    dependant = next((announcer for announcer in announcers if announcer.depends_on(save)), None)
+    if dependant is not None:
+        result.spared[save] = dependant.purpose
+    elif save in tags.values():
+        result.spared[save] = "tagged"
+    else:
+        facts.add(context, save, "removed", {})
+        result.removed.append(save)
+
+
+def _best_of_branches(history: History) -> set[SaveName]:
+    """For each branch the snapshot that `latest` means; of a branch whose good ones are all condemned it is one of them."""
+    newest = (next(history.candidates(branch), None) for branch in history.branches())
+    return {found[0] for found in newest if found is not None}
+
+
+def _plan(context: Context, history: History, policy: Retention, branch: str | None) -> retention.Plan:
+    known = facts_of(history, read_tags(context.backend))
+    return retention.plan([one for one in known if branch in (None, one.branch)], policy, context.now())
+
+
+def facts_of(history: History, tags: dict[str, SaveName]) -> list[Facts]:
+    """What retention needs to know of every live snapshot."""
+    labels: dict[SaveName, list[str]] = {}
+    for label, save in tags.items():
+        labels.setdefault(save, []).append(label)
+    return [
+        Facts(
+            save=save,
+            branch=commit.branch,
+            order=order_of(commit),
+            step=commit.step,
+            created=commit.created,
+            whole=save not in history.marks.quarantined,
+            fenced=history.is_fenced(commit),
+            tags=tuple(sorted(labels.get(save, ()))),
+            metrics=_numbers(commit),
+        )
+        for save, commit in history.commits()
+    ]
+
+
+def _numbers(commit: records.Commit) -> dict[str, float]:
+    try:
+        meta = decode_meta(commit.meta)
+    except CkstoreError:
+        return {}
+    return {key: float(value) for key, value in meta.items() if isinstance(value, int | float)}
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """What a prune did, or with `dry_run` would do: snapshot ids, why each stays or is spared, and bytes freed."""
+
+    kept: dict[str, tuple[str, ...]]
+    removed: tuple[str, ...]
+    spared: dict[str, str]
+    freed_bytes: int = 0
+    dry_run: bool = False
+
+
+def report(removal: Removal, freed_bytes: int) -> PruneReport:
+    """A removal in the words of people."""
+    return PruneReport(
+        {save.nonce: reasons for save, reasons in removal.keep.items()},
+        tuple(save.nonce for save in removal.removed),
+        {save.nonce: why for save, why in removal.spared.items()},
+        freed_bytes,
+    )
+
+
+def report_plan(plan: retention.Plan) -> PruneReport:
+    """What would be removed if nobody depended on it."""
+    kept = {save.nonce: reasons for save, reasons in plan.keep.items()}
+    return PruneReport(kept, tuple(save.nonce for save in plan.drop), {}, dry_run=True)

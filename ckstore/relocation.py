@@ -1,0 +1,102 @@
+"""Where the frames of repacked packs stand now.
+
+A repack copies the live frames of old packs into new ones, commits a RELOCATION record that says where each went, and
+then marks the old packs `relocated`. Manifests are never rewritten: whoever reads one follows the marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from ckstore import facts, layout
+from ckstore.context import Context
+from ckstore.errors import CorruptionError, FormatError, NotFoundError
+from ckstore.format.manifest import Location, Manifest
+from ckstore.format.records import PackRef, Relocation
+from ckstore.history import read_decision
+from ckstore.ids import HASH_BYTES, SaveName
+
+_LONGEST_CHAIN = 1000
+
+
+class Relocations:
+    """The moves of the packs in `relocated`, read when they are asked for."""
+
+    def __init__(self, context: Context, relocated: Collection[str]) -> None:
+        self._context = context
+        self._relocated = relocated
+        self._records: dict[str, Relocation] = {}
+        self._tables: dict[str, dict[bytes, tuple[str, int]]] = {}
+
+    def follow(self, chunk: bytes, place: Location) -> Location:
+        """Where `chunk`, written at `place`, stands now. `CorruptionError` if its pack moved without it."""
+        for _ in range(_LONGEST_CHAIN):
+            if place.pack not in self._relocated:
+                return place
+            found = self._table(place.pack).get(chunk)
+            if found is None:
+                raise CorruptionError("its frames were moved, but not this one", name=place.pack, offset=place.offset)
+            place = replace(place, pack=found[0], offset=found[1])
+        raise CorruptionError("its frames were moved in a circle", name=place.pack)
+
+    def packs(self, closure: Iterable[PackRef]) -> list[PackRef]:
+        """The packs that stand for `closure` now."""
+        now: dict[str, PackRef] = {}
+        waiting = list(closure)
+        seen = set()
+        while waiting:
+            pack = waiting.pop()
+            if pack.name in seen:
+                continue
+            seen.add(pack.name)
+            if pack.name in self._relocated:
+                record = self._record(pack.name)
+                targets = {moved.new for moved in record.moved if moved.old == pack.name}
+                waiting += [new for new in record.packs if new.name in targets]
+            else:
+                now[pack.name] = pack
+        return [now[name] for name in sorted(now)]
+
+    def _record(self, pack: str) -> Relocation:
+        if pack not in self._records:
+            name = mark_name(pack)
+            try:
+                by = facts.read(self._context, name).evidence.get("by", "")
+                record = read_decision(self._context, SaveName.parse(by))
+            except NotFoundError as error:
+                raise CorruptionError("it was moved, but the record of that is missing", name=pack) from error
+            if not isinstance(record, Relocation):
+                raise FormatError(f"{name} names a save that moved nothing")
+            self._records[pack] = record
+        return self._records[pack]
+
+    def _table(self, pack: str) -> dict[bytes, tuple[str, int]]:
+        if pack not in self._tables:
+            table: dict[bytes, tuple[str, int]] = {}
+            for moved in self._record(pack).moved:
+                if moved.old == pack:
+                    for row in range(len(moved.ids) // HASH_BYTES):
+                        chunk = moved.ids[row * HASH_BYTES : (row + 1) * HASH_BYTES]
+                        table[chunk] = (moved.new, int.from_bytes(moved.offsets[row * 8 : row * 8 + 8], "little"))
+            self._tables[pack] = table
+        return self._tables[pack]
+
+
+def mark_name(pack: str) -> str:
+    """The object that says that `pack` was repacked."""
+    return layout.mark(layout.save_of_pack(pack), f"relocated-{pack.rpartition('/')[2]}")
+
+
+def relocated_manifest(context: Context, manifest: Manifest, relocated: Collection[str]) -> Manifest:
+    """`manifest` with every chunk where it stands now. A chunk that cannot be followed stays where it was written."""
+    if not any(place.pack in relocated for place in manifest.locations):
+        return manifest
+    moves = Relocations(context, relocated)
+    places = []
+    for chunk, place in zip(manifest.ids, manifest.locations, strict=True):
+        try:
+            places.append(moves.follow(chunk, place))
+        except (CorruptionError, FormatError):
+            places.append(place)
+    return replace(manifest, locations=tuple(places))

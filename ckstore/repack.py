@@ -1,0 +1,244 @@
+"""Repacking: a pack of which less than half is still needed gives its live frames to a new one and goes.
+
+    mark `relocating` → list saves, spare what they may build on → list commit records → copy → RELOCATION record
+    → mark `relocated`, durable → gc frees the old pack
+
+A save announces itself and then reads `relocating`: it builds on no such pack. A repack marks and then lists: it
+leaves alone the packs of every save that was announced before. One sees the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckstore import codec, facts, layout
+from ckstore.announce import announced, list_announcers
+from ckstore.commit import commit, discard
+from ckstore.context import Context
+from ckstore.errors import CkstoreError, CorruptionError
+from ckstore.floor import proposed_sequences
+from ckstore.format import records
+from ckstore.format.manifest import Location
+from ckstore.format.pack import check_of
+from ckstore.history import History, list_saves, read_floor, read_history
+from ckstore.ids import SaveName, new_nonce
+from ckstore.known import read_manifest
+from ckstore.pack import PACK_SIZE, PackWriter, read_footer
+from ckstore.process import current_owner
+from ckstore.relocation import Relocations, mark_name
+
+SPARSE = 0.5
+"""A pack with a smaller share of live bytes is repacked."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """What live snapshots need of a pack: its size and its live frames, offset → (chunk, place)."""
+
+    size: int
+    frames: dict[int, tuple[bytes, Location]] = field(default_factory=dict)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(place.stored for _, place in self.frames.values())
+
+
+def repack(context: Context, sparse: float = SPARSE) -> int:
+    """Repack sparse packs; the bytes that gc can free now. A pack with a damaged frame is left as it is."""
+    victims = _sparse(_uses(context, read_history(context)), sparse)
+    if not victims:
+        return 0
+    save = _name(context)
+    record = records.Announcement(
+        save=str(save), branch="repack", step=0, epoch=0, parents=[], owner=current_owner()
+    )  # a repack builds on no snapshot: it only reads packs that its own marks keep others from building on
+    with announced(context.backend, record):
+        if save.sequence < max([read_floor(context.backend).sequence, *proposed_sequences(context)]):
+            discard(context, save, "its sequence is below the floor")
+            return 0
+        try:
+            relocation, freed = _copy(context, save, victims, sparse)
+        except BaseException as error:
+            discard(context, save, f"{type(error).__name__}: {error}")
+            withdraw(context, save, victims)
+            raise
+        if relocation is None:
+            discard(context, save, "nothing was left to repack")
+            withdraw(context, save, victims)
+            return 0
+        commit(context, relocation)
+    finish(context, save, relocation)
+    withdraw(context, save, victims)
+    return freed
+
+
+def finish(context: Context, save: SaveName, relocation: records.Relocation) -> None:
+    """Mark the old packs of a committed repack as relocated."""
+    for old in sorted({moved.old for moved in relocation.moved}):
+        fact = mark_name(old).rpartition("/")[2]
+        facts.add(context, layout.save_of_pack(old), fact, {"by": str(save)})
+
+
+def finish_interrupted(context: Context) -> None:
+    """Complete repacks that died after their commit, and take back the marks of those that died before it.
+
+    As long as a `relocating` mark stands no save builds on that pack, so what a repack committed still holds.
+    """
+    history = read_history(context)
+    by_nonce = {save.nonce: save for save in list_saves(context.backend, layout.SNAPSHOTS)}
+    for pack, nonces in history.marks.relocating.items():
+        for nonce in nonces:
+            save = by_nonce.get(nonce)
+            if save is None:
+                continue
+            decision = history.decision(save)
+            if isinstance(decision, records.Relocation) and pack not in history.marks.relocated:
+                finish(context, save, decision)
+            if decision is not None:
+                withdraw(context, save, [pack])
+
+
+def withdraw(context: Context, save: SaveName, packs: Iterable[str]) -> None:
+    """Take back the `relocating` marks that the repack `save` set on `packs`."""
+    for pack in packs:
+        with suppress(CkstoreError):
+            context.backend.delete(_relocating(pack, save))
+
+
+def _relocating(pack: str, save: SaveName) -> str:
+    return layout.mark(layout.save_of_pack(pack), f"relocating-{pack.rpartition('/')[2]}-{save.nonce}")
+
+
+def _name(context: Context) -> SaveName:
+    seen = [*list_saves(context.backend, layout.SNAPSHOTS)[:1], *list_saves(context.backend, layout.SAVES)[:1]]
+    newest = max([save.sequence for save in seen] + [read_floor(context.backend).sequence])
+    return SaveName(newest + 1, new_nonce())
+
+
+def _uses(context: Context, history: History) -> dict[str, _Use]:
+    """What live snapshots need of every pack. Packs of a snapshot that cannot be read are left out."""
+    uses: dict[str, _Use] = {}
+    doubtful: set[str] = set()
+    moves = Relocations(context, history.marks.relocated)
+    for save, record in history.commits():
+        try:
+            closure = moves.packs(record.packs)
+            for entry in record.manifests:
+                table = read_manifest(context, save, entry)
+                for chunk, written in zip(table.ids, table.locations, strict=True):
+                    place = moves.follow(chunk, written)
+                    size = next((pack.size for pack in closure if pack.name == place.pack), None) \
+                        if place.pack not in uses else uses[place.pack].size  # fmt: skip
+                    if size is None:
+                        raise CorruptionError("it is in no pack of its snapshot's closure", name=place.pack)
+                    uses.setdefault(place.pack, _Use(size)).frames[place.offset] = (chunk, place)
+        except CkstoreError:
+            doubtful |= {pack.name for pack in record.packs}
+    return {pack: use for pack, use in uses.items() if pack not in doubtful}
+
+
+def _sparse(uses: dict[str, _Use], share: float) -> dict[str, _Use]:
+    return {pack: use for pack, use in uses.items() if use.live_bytes < share * use.size}
+
+
+def _copy(
+    context: Context, save: SaveName, victims: dict[str, _Use], sparse: float
+) -> tuple[records.Relocation | None, int]:
+    """Copy what is live in `victims`, as it is stored. None if there is nothing that may be moved."""
+    for pack in victims:
+        fact = _relocating(pack, save).rpartition("/")[2]
+        facts.add(context, layout.save_of_pack(pack), fact, {}, durable=False)
+    wanted = _wanted_by_others(context, save)
+    if wanted is None:
+        return None, 0
+    now = _sparse(_uses(context, read_history(context)), sparse)
+    chosen = {pack: now[pack] for pack in victims if pack in now and pack not in wanted}
+    copier = _Copier(context, save)
+    for pack, use in sorted(chosen.items()):
+        with suppress(CorruptionError):
+            copier.copy(pack, use)
+    freed = sum(chosen[pack].size - chosen[pack].live_bytes for pack in chosen if copier.moved_from(pack))
+    return copier.finish(), freed
+
+
+def _wanted_by_others(context: Context, save: SaveName) -> set[str] | None:
+    """Packs that saves under way may build on; None if one of them cannot be read and may build on anything."""
+    history = read_history(context)
+    wanted: set[str] = set()
+    moves = Relocations(context, history.marks.relocated)
+    for announcer in list_announcers(context.backend):
+        if announcer.save == save or announcer.name.startswith(layout.PINS):
+            continue
+        if announcer.snapshots is None:
+            return None
+        for named in announcer.snapshots:
+            decision = history.decision(named) if named in history.saves else None
+            if isinstance(decision, records.Commit):
+                wanted |= {pack.name for pack in [*decision.packs, *moves.packs(decision.packs)]}
+    return wanted
+
+
+class _Copier:
+    """Writes live frames into new packs and remembers where each went."""
+
+    def __init__(self, context: Context, save: SaveName) -> None:
+        self._context = context
+        self._save = save
+        self._packs: list[records.PackRef] = []
+        self._open: PackWriter | None = None
+        self._open_name = ""
+        self._moved: list[tuple[str, str, bytes, int]] = []
+
+    def copy(self, pack: str, use: _Use) -> None:
+        """Copy the live frames of `pack`, each checked; on `CorruptionError` none of them counts as moved."""
+        table = read_footer(self._context.backend, pack, use.size)
+        rows = {table.frame(row).offset: table.frame(row) for row in range(len(table))}
+        moved = []
+        for offset, (chunk, place) in sorted(use.frames.items()):
+            frame = rows.get(offset)
+            if frame is None or frame.id != chunk or frame.stored != place.stored:
+                raise CorruptionError("its table does not hold a frame that a manifest names", name=pack, offset=offset)
+            stored = bytearray(place.stored)
+            self._context.backend.get_into(pack, offset, memoryview(stored))
+            if check_of(stored) != frame.check:
+                raise CorruptionError("a frame does not match its check", name=pack, offset=offset)
+            new = self._writer().append(chunk, frame.plain, codec.Encoded(place.codec, place.param, bytes(stored)))
+            moved.append((pack, new.pack, chunk, new.offset))
+            if self._writer().size >= PACK_SIZE:
+                self._close()
+        self._moved += moved
+
+    def moved_from(self, pack: str) -> bool:
+        return any(old == pack for old, _, _, _ in self._moved)
+
+    def finish(self) -> records.Relocation | None:
+        """The record of it all, once every new pack is durable."""
+        self._close()
+        if not self._moved:
+            return None
+        pairs = sorted({(old, new) for old, new, _, _ in self._moved})
+        return records.Relocation(
+            save=str(self._save),
+            packs=self._packs,
+            moved=[self._table(old, new) for old, new in pairs],
+        )
+
+    def _table(self, old: str, new: str) -> records.Moved:
+        rows = [(chunk, offset) for o, n, chunk, offset in self._moved if (o, n) == (old, new)]
+        offsets = np.array([offset for _, offset in rows], "<u8").tobytes()
+        return records.Moved(old, new, b"".join(chunk for chunk, _ in rows), offsets)
+
+    def _writer(self) -> PackWriter:
+        if self._open is None:
+            self._open_name = layout.pack(self._save, 0, len(self._packs))
+            self._open = PackWriter(self._context.backend, self._open_name)
+        return self._open
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._packs.append(self._open.finish())
+            self._open = None

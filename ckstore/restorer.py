@@ -1,0 +1,192 @@
+"""A restore: resolve the ref, pin what it means, read, and on damage set the snapshot aside and take the one before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckstore import facts, layout, refs
+from ckstore.announce import pinned
+from ckstore.context import Context
+from ckstore.errors import (
+    CkstoreError,
+    CkstoreWarning,
+    CorruptionError,
+    FormatError,
+    InvalidInputError,
+    MismatchError,
+    NotFoundError,
+)
+from ckstore.format.records import Commit
+from ckstore.history import Marks, read_history
+from ckstore.ids import SaveName
+from ckstore.opened import Opened, open_commit
+from ckstore.reader import Piece, check_packs, pieces, read_pieces
+from ckstore.state import build as building
+from ckstore.state import match as matching
+from ckstore.state.match import RestoreReport
+
+T = TypeVar("T")
+
+
+class _RefusedError(Exception):
+    """The caller's request does not fit this snapshot, which says nothing against the snapshot."""
+
+    def __init__(self, error: CkstoreError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """What to restore besides the ref. `keys` are path patterns, None for everything."""
+
+    keys: tuple[str, ...] | None = None
+    strict: bool = True
+    cast: bool = False
+    atomic: bool = False
+
+
+def restore(context: Context, ref: refs.Ref, request: RestoreRequest) -> Any:
+    """The state (or the parts that `keys` match) as it was saved."""
+    return _from_best(context, ref, "restore", lambda commit, marks: _read_state(context, commit, marks, request))
+
+
+def restore_into(context: Context, ref: refs.Ref, target: Any, request: RestoreRequest) -> RestoreReport:
+    """Fill `target` in place. Errors of structure change nothing.
+
+    When bytes turn out damaged half-way and no other copy of them exists, a floating ref fills everything again from
+    the snapshot before; otherwise `CorruptionError` says that the target is undefined. `request.atomic` verifies all
+    bytes before the first is put into place.
+    """
+    touched = False
+
+    def fill(commit: Commit, marks: Marks) -> RestoreReport:
+        nonlocal touched
+        opened = open_commit(context, commit, marks.relocated)
+        manifest = opened.manifest
+        plan = _planned(opened, target, request)
+        if request.atomic:
+            _verify_blobs(context, opened, plan.blobs)
+        buffers = {}
+        for blob in plan.blobs:
+            direct = plan.direct(blob)
+            buffers[blob] = building.allocate(manifest.blob_sizes[blob]) if direct is None else direct
+        touched = True
+        read_pieces(context, pieces(manifest, buffers, opened.paths))
+        plan.finish(buffers)
+        return plan.report
+
+    try:
+        return _from_best(context, ref, "restore", fill)
+    except (CorruptionError, NotFoundError, MismatchError) as error:
+        if touched:
+            what = error.what if isinstance(error, CorruptionError) else str(error)
+            raise CorruptionError(
+                f"{what}; no other good snapshot could take its place, so the contents of the target are undefined: "
+                "restore another snapshot into it before using it"
+            ) from error
+        raise
+
+
+def _from_best(context: Context, ref: refs.Ref, purpose: str, read: Callable[[Commit, Marks], T]) -> T:
+    """Give `read` the best snapshot that `ref` means; on damage quarantine it and, if the ref floats, try the next."""
+    last: CkstoreError | None = None
+    for save, commit in _resolved(context, ref, lambda: last):
+        try:
+            with pinned(context.backend, purpose, [save]) as marks:
+                if save in marks.removed:
+                    raise NotFoundError(f"snapshot {save.nonce} (step {commit.step}) was just removed")
+                check_packs(context, commit, marks)
+                found = read(commit, marks)
+        except _RefusedError as refused:
+            raise refused.error from None
+        except (CorruptionError, FormatError, NotFoundError) as error:
+            last = _judge(context, save, commit, error)
+            if not ref.floats:
+                raise last from error
+            continue
+        if last is not None:
+            warnings.warn(f"restored step {commit.step} ({save.nonce}) instead", CkstoreWarning, stacklevel=4)
+        return found
+    assert last is not None
+    raise last
+
+
+def _resolved(
+    context: Context, ref: refs.Ref, last: Callable[[], CkstoreError | None]
+) -> Iterator[tuple[SaveName, Commit]]:
+    history = read_history(context)
+    reported: set[SaveName] = set()
+    try:
+        for found in refs.candidates(history, ref):
+            _report_unreadable(context, history.damaged, reported)
+            yield found
+    except NotFoundError:
+        _report_unreadable(context, history.damaged, reported)
+        if last() is None:
+            raise
+
+
+def _report_unreadable(context: Context, damaged: dict[SaveName, Any], reported: set[SaveName]) -> None:
+    for save in damaged.keys() - reported:
+        reported.add(save)
+        warnings.warn(f"the record of save {save.nonce} cannot be read and is passed over: {damaged[save]}",
+                      CkstoreWarning, stacklevel=6)  # fmt: skip
+
+
+def _judge(
+    context: Context, save: SaveName, commit: Commit, error: CorruptionError | FormatError | NotFoundError
+) -> CkstoreError:
+    """A miss is damage only if the snapshot is still live when read again; then it is quarantined, with the evidence."""
+    history = read_history(context)
+    if save in history.marks.removed or save not in history.saves:
+        return NotFoundError(f"snapshot {save.nonce} (step {commit.step}) was removed while it was being read")
+    if isinstance(error, MismatchError | InvalidInputError):
+        return error
+    found: CkstoreError = error
+    if isinstance(error, NotFoundError):
+        found = CorruptionError(f"an object that the snapshot needs is missing: {error}", name=layout.snapshot(save))
+    if isinstance(error, FormatError) and not isinstance(error, CorruptionError):
+        # Whole but unreadable by this version: not damage, so no mark that would hide it from a newer one.
+        warnings.warn(f"step {commit.step} ({save.nonce}) cannot be read by this version: {error}", CkstoreWarning,
+                      stacklevel=5)  # fmt: skip
+        return error
+    with suppress(CkstoreError):
+        facts.quarantine(context, save, {"error": str(found), "during": "restore"})
+    warnings.warn(f"step {commit.step} ({save.nonce}) is damaged and was set aside: {found}", CkstoreWarning, stacklevel=5)
+    return found
+
+
+def _planned(opened: Opened, target: Any, request: RestoreRequest) -> matching.IntoPlan:
+    try:
+        return matching.plan_into(
+            opened.tree, opened.order, target, keys=request.keys, strict=request.strict, cast=request.cast
+        )
+    except NotFoundError as error:
+        raise _RefusedError(error) from error
+
+
+def _read_state(context: Context, commit: Commit, marks: Marks, request: RestoreRequest) -> Any:
+    opened = open_commit(context, commit, marks.relocated)
+    try:
+        needed = building.blobs_needed(opened.tree, request.keys)
+    except NotFoundError as error:
+        raise _RefusedError(error) from error
+    buffers = {blob: building.allocate(opened.manifest.blob_sizes[blob]) for blob in sorted(needed)}
+    read_pieces(context, pieces(opened.manifest, buffers, opened.paths))
+    return building.build(opened.tree, opened.order, buffers, request.keys)
+
+
+def _verify_blobs(context: Context, opened: Opened, blobs: Iterable[int]) -> None:
+    """Read and check every chunk of `blobs`, keeping none."""
+    manifest = opened.manifest
+    rows = manifest.chunks_of_blob()
+    scratch = building.allocate(manifest.chunk_size)
+    for blob in blobs:
+        for index, row in enumerate(rows[blob]):
+            into = scratch[: manifest.plain_size(blob, index)]
+            read_pieces(context, [Piece(manifest.ids[row], manifest.locations[row], into, opened.paths.get(blob, ""))])

@@ -1,0 +1,224 @@
+"""An LMDB environment as a cache: damaged, missing, full or busy, it is empty and never an error.
+
+    data.mdb, lock.mdb  LMDB's own
+    seal                BLAKE3-256 of data.mdb as the last writer left it, and which two files it is about
+    busy                locked (flock) without waiting around every opening and every write
+
+LMDB trusts its file: a damaged page may crash the process. So the file is compared with its seal before it is opened
+and before it is written to; if they differ, as after a crash, it is unlinked and begun anew. Nothing needs an fsync.
+
+LMDB's own locks may stay taken for ever by a process that was stopped (SIGSTOP). So they are only ever asked for by
+whoever holds `busy`, and who finds that taken does without: readers keep one reader slot each from opening on.
+
+Before this process forks, its environments are closed: a child must use neither their slots nor their descriptors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+from blake3 import blake3
+
+_HARMLESS = (lmdb.Error, OSError, ValueError, struct.error)
+_READERS = 1022
+_PIECE = 1 << 20
+
+T = TypeVar("T")
+
+_guard = threading.RLock()
+"""Held around every use: one transaction at a time in a process, and none while it forks."""
+_shared: dict[str, SealedEnvironment] = {}
+_foreign: list[lmdb.Environment] = []
+"""Environments of a parent that forked without telling Python: never used, and never closed here."""
+
+
+class SealedEnvironment:
+    """The environment in one directory, shared by all its users in this process: see `share` and `release`."""
+
+    def __init__(self, directory: str, map_size: int) -> None:
+        self._directory = Path(directory)
+        self._map_size = map_size
+        self._data = self._directory / "data.mdb"
+        self._lock = self._directory / "lock.mdb"
+        self._env: lmdb.Environment | None = None
+        self._files: tuple[int, ...] = ()
+        self._pid = 0
+        self._given_up = False
+        self.users = 0
+
+    def read(self, act: Callable[[lmdb.Transaction[bytes]], T], otherwise: T) -> T:
+        """What `act` gives in a read transaction; `otherwise` if there is no readable environment just now."""
+        with _guard:
+            try:
+                env = self._opened()
+                if env is None:
+                    return otherwise
+                with env.begin() as transaction:
+                    return act(transaction)
+            except _HARMLESS:
+                self._give_up()
+                return otherwise
+
+    def write(self, act: Callable[[lmdb.Transaction[bytes]], None]) -> bool:
+        """Do `act` in a write transaction; False if that was not possible. It is done again after a full map."""
+        with _guard:
+            try:
+                with _busy(self._directory) as held:
+                    return held and self._write(act)
+            except _HARMLESS:
+                self._give_up()
+                return False
+
+    def close(self) -> None:
+        """Let go of the files; the next use opens them again."""
+        env, self._env = self._env, None
+        if env is None:
+            return
+        if self._pid != os.getpid():
+            _foreign.append(env)
+            return
+        with suppress(*_HARMLESS):
+            env.close()
+
+    def _give_up(self) -> None:
+        self.close()
+        self._given_up = True  # until the next write, lest every look-up tries again what has just failed
+
+    def _opened(self) -> lmdb.Environment | None:
+        if self._is_current():
+            return self._env
+        self.close()
+        if self._given_up or not self._directory.is_dir():
+            return None
+        with _busy(self._directory) as held:
+            return self._open() if held else None
+
+    def _write(self, act: Callable[[lmdb.Transaction[bytes]], None]) -> bool:
+        self._given_up = False
+        env = self._env
+        if env is None or not self._is_current() or not self._is_whole():
+            self.close()
+            env = self._open()
+        try:
+            with env.begin(write=True) as transaction:
+                act(transaction)
+        except lmdb.MapFullError:
+            env = self._begin_anew()
+            with env.begin(write=True) as transaction:
+                act(transaction)
+        self._seal()
+        return True
+
+    def _is_current(self) -> bool:
+        """Whether the open environment is still the one at its path: another process may have begun anew."""
+        return self._env is not None and self._pid == os.getpid() and self._files == _identities(self._data, self._lock)
+
+    def _is_whole(self) -> bool:
+        with suppress(OSError):
+            return (self._directory / "seal").read_bytes() == self._seal_now()
+        return False
+
+    def _seal(self) -> None:
+        new = self._directory / "seal.new"
+        new.write_bytes(self._seal_now())
+        new.replace(self._directory / "seal")
+
+    def _seal_now(self) -> bytes:
+        hasher = blake3()
+        with self._data.open("rb", buffering=0) as file:
+            while piece := file.read(_PIECE):
+                hasher.update(piece)
+        return f"{hasher.hexdigest()} {_identities(self._data, self._lock)}\n".encode()
+
+    def _open(self) -> lmdb.Environment:
+        if not self._is_whole():
+            return self._begin_anew()
+        try:
+            return self._open_files()
+        except lmdb.Error:
+            return self._begin_anew()
+
+    def _begin_anew(self) -> lmdb.Environment:
+        """Unlink the files, so that whoever has them open goes on with them undisturbed, and make new ones."""
+        self.close()
+        for path in (self._directory / "seal", self._data, self._lock):
+            path.unlink(missing_ok=True)
+        env = self._open_files()
+        self._seal()
+        return env
+
+    def _open_files(self) -> lmdb.Environment:
+        env = lmdb.open(
+            str(self._directory), map_size=self._map_size, mode=0o700, sync=False, metasync=False,
+            max_readers=_READERS, max_spare_txns=1,
+        )  # fmt: skip
+        self._env, self._pid = env, os.getpid()
+        self._files = _identities(self._data, self._lock)
+        env.reader_check()
+        with env.begin():
+            pass  # takes the slot that later transactions use again
+        return env
+
+
+def share(directory: Path, map_size: int) -> SealedEnvironment:
+    """The environment of `directory`; LMDB forbids opening it twice in a process."""
+    key = os.path.realpath(directory)
+    with _guard:
+        found = _shared.setdefault(key, SealedEnvironment(key, map_size))
+        found.users += 1
+        return found
+
+
+def release(environment: SealedEnvironment) -> None:
+    """Undo one `share`; the last one closes the files."""
+    with _guard:
+        environment.users -= 1
+        if environment.users == 0:
+            environment.close()
+            for key in [key for key, shared in _shared.items() if shared is environment]:
+                del _shared[key]
+
+
+@contextmanager
+def _busy(directory: Path) -> Iterator[bool]:
+    """Hold the directory's lock; False, without waiting, if another process has it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / "busy"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        status = os.fstat(descriptor)
+        yield (status.st_dev, status.st_ino) == _identities(path)  # else it was removed under us
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _identities(*paths: Path) -> tuple[int, ...]:
+    """Device and inode of each path; () if one is missing."""
+    try:
+        found = [os.stat(path) for path in paths]
+    except OSError:
+        return ()
+    return tuple(number for status in found for number in (status.st_dev, status.st_ino))
+
+
+def _before_fork() -> None:
+    _guard.acquire()
+    for environment in _shared.values():
+        environment.close()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_guard.release, after_in_child=_guard.release)

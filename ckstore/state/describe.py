@@ -1,0 +1,104 @@
+"""A tree in words: every leaf with its path, form and value, without reading a blob."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckstore.state import arrays
+from ckstore.state.nodes import Array, Composite, Foreign, Mapping, Run, Sequence
+from ckstore.state.paths import Path, spell
+from ckstore.state.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A leaf. `shape` is None for what has none; `nbytes` its elements' size; `value` a scalar's spelling.
+
+    `spans` are the bytes it needs: (blob, start, stop). `form` is everything else that makes two leaves equal.
+    """
+
+    path: str
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    nbytes: int = 0
+    value: str = ""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    form: tuple[object, ...] = ()
+
+
+def entries(tree: Tree) -> Iterator[Entry]:
+    """Every leaf in canonical order; an empty container is a leaf."""
+    for path, index in _walk(tree):
+        node = tree.nodes[index]
+        if index not in tree.ends or tree.ends[index] == index + 1:
+            yield _entry(spell(path), node)
+
+
+def blob_paths(tree: Tree) -> dict[int, str]:
+    """For each blob the path of the first leaf in it, for messages."""
+    found: dict[int, str] = {}
+    for path, index in _walk(tree):
+        node = tree.nodes[index]
+        if isinstance(node, Array | Run) and node.blob is not None and node.blob not in found:
+            found[node.blob] = spell(path)
+    return found
+
+
+def _walk(tree: Tree) -> Iterator[tuple[Path, int]]:
+    waiting: list[tuple[Path, int]] = [((), 0)]
+    while waiting:
+        path, index = waiting.pop()
+        yield path, index
+        if index in tree.ends:
+            waiting += reversed([((*path, step), child) for step, child in tree.children(index)])
+
+
+def _entry(path: str, node: object) -> Entry:
+    match node:
+        case Array():
+            return _array(path, node)
+        case Run():
+            kind = "str" if node.text else "bytes"
+            span = (node.blob, node.offset, node.offset + node.size)
+            return Entry(path, kind, nbytes=node.size, spans=(span,), form=(node.size,))
+        case Foreign():
+            return Entry(path, f"torch.{node.kind}", value=str(node.value), form=(repr(node.value),))
+        case Mapping() | Sequence() | Composite():
+            return Entry(path, _container(node), value="empty")
+        case np.generic():
+            raw = node.tobytes()
+            return Entry(path, "numpy scalar", str(node.dtype), (), len(raw), str(node), form=(raw,))
+    return Entry(path, type(node).__name__, value=_short(node), form=(repr(node),))
+
+
+def _array(path: str, node: Array) -> Entry:
+    count = 1
+    for size in node.view.shape:
+        count *= size
+    lo, hi = node.extent if node.blob is not None else (0, 0)
+    return Entry(
+        path,
+        "torch tensor" if node.torch else "numpy array",
+        str(node.dtype) if node.torch else str(arrays.decode_dtype(node.dtype)),
+        tuple(node.view.shape),
+        count * node.view.itemsize,
+        spans=() if node.blob is None else ((node.blob, lo, hi),),
+        form=(tuple(node.view.shape), tuple(node.view.strides), node.flags),
+    )
+
+
+def _container(node: Mapping | Sequence | Composite) -> str:
+    if isinstance(node, Mapping):
+        return "OrderedDict" if node.ordered else "dict"
+    if isinstance(node, Sequence):
+        return "tuple" if node.is_tuple else "list"
+    return f"torch {node.kind}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

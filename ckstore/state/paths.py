@@ -1,0 +1,155 @@
+"""Names of places in a state, and the patterns that select them.
+
+A path is a tuple of steps: dict keys, list indexes, and `Part`s of a value that is stored in several pieces.
+It is spelled with `/` between steps. A str key is bare when it cannot be taken for anything else, otherwise it
+stands as a JSON string: `optimizer/state/0/exp_avg`, `tables/"0"`, `odd/"a/b"`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from ckstore.errors import InvalidInputError
+
+_BARE = re.compile(r"\w[\w.:+=@#-]*\Z")
+_WORDS = frozenset({"None", "True", "False"})
+_STEP = re.compile(r'(?:b?"(?:[^"\\]|\\.)*"|[^/"])+')
+
+
+class Part(str):
+    """A step into a value itself, such as the indices of a sparse tensor; spelled `.indices`."""
+
+    __slots__ = ()
+
+
+Step = None | bool | int | float | complex | str | bytes
+Path = tuple[Step, ...]
+
+
+def spell_step(step: Step) -> str:
+    """The spelling of one step; different for different steps of one container."""
+    if isinstance(step, Part):
+        return "." + step
+    if isinstance(step, str):
+        return step if _is_bare(step) else json.dumps(step)
+    if isinstance(step, bytes):
+        return "b" + json.dumps(step.decode("latin-1"))
+    return repr(step)
+
+
+def spell(path: Path) -> str:
+    """The spelling of a path; the root is the empty string."""
+    return "/".join(map(spell_step, path))
+
+
+def _is_bare(text: str) -> bool:
+    if not _BARE.match(text) or text in _WORDS:
+        return False
+    try:
+        complex(text)
+    except ValueError:
+        return True
+    return False
+
+
+class Selection:
+    """Patterns compiled to step matchers, followed down a tree one step at a time.
+
+    `*` stands for any run of characters within a step, a step `**` for any number of steps. A pattern that
+    matches a container selects everything below it. States are opaque; an empty one selects nothing below.
+    """
+
+    ALL: frozenset[tuple[int, int]] = frozenset({(-1, 0)})
+
+    def __init__(self, patterns: Sequence[str] | str | None) -> None:
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        self.patterns = None if patterns is None else [_compile(pattern) for pattern in patterns]
+        self.spelled = () if patterns is None else tuple(patterns)
+        self.matched: set[int] = set()
+        """Which patterns have selected something so far."""
+
+    def start(self) -> frozenset[tuple[int, int]]:
+        """The state at the root."""
+        if self.patterns is None:
+            return self.ALL
+        return self._settle({(number, 0) for number in range(len(self.patterns))})
+
+    def advance(self, state: frozenset[tuple[int, int]], step: Step) -> frozenset[tuple[int, int]]:
+        """The state one step further down."""
+        if self.patterns is None or state is self.ALL or not state:
+            return state
+        spelled = spell_step(step)
+        following = set()
+        for number, position in state:
+            matcher = self.patterns[number][position]
+            if matcher is None:
+                following.add((number, position))
+            elif matcher.match(spelled):
+                following.add((number, position + 1))
+        return self._settle(following)
+
+    def _settle(self, state: set[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+        """Add what `**` reaches without a step; `ALL` as soon as one pattern has matched."""
+        assert self.patterns is not None
+        reached, waiting = set(), list(state)
+        while waiting:
+            number, position = waiting.pop()
+            reached.add((number, position))
+            pattern = self.patterns[number]
+            if position < len(pattern) and pattern[position] is None and (number, position + 1) not in reached:
+                waiting.append((number, position + 1))
+        done = {number for number, position in reached if position == len(self.patterns[number])}
+        self.matched |= done
+        return self.ALL if done else frozenset(reached)
+
+    def unmatched(self) -> list[str]:
+        """The patterns that have selected nothing."""
+        return [text for number, text in enumerate(self.spelled) if number not in self.matched]
+
+
+def selects(patterns: Sequence[str] | str | None, path: Path) -> bool:
+    """Whether `path` is selected by any of `patterns` (None: everything is)."""
+    selection = Selection(patterns)
+    state = selection.start()
+    for step in path:
+        state = selection.advance(state, step)
+    return state is Selection.ALL
+
+
+def _compile(pattern: str) -> list[re.Pattern[str] | None]:
+    if not isinstance(pattern, str) or not pattern:
+        raise InvalidInputError(f"a pattern is a non-empty string such as 'model/**', not {pattern!r}")
+    steps: list[re.Pattern[str] | None] = []
+    at = 0
+    while True:
+        found = _STEP.match(pattern, at)
+        if not found:
+            raise InvalidInputError(f"pattern {pattern!r} has an empty step or an unbalanced quote at {at}")
+        steps.append(_matcher(found[0]))
+        at = found.end()
+        if at == len(pattern):
+            return steps
+        if pattern[at] != "/":
+            raise InvalidInputError(f"pattern {pattern!r} has an unbalanced quote at {at}")
+        at += 1
+
+
+def _matcher(step: str) -> re.Pattern[str] | None:
+    if step == "**":
+        return None
+    if '"' in step:
+        return re.compile(re.escape(_respelled(step)) + r"\Z")
+    return re.compile(".*".join(map(re.escape, step.split("*"))) + r"\Z", re.DOTALL)
+
+
+def _respelled(step: str) -> str:
+    """A quoted step as `spell_step` would spell it, so that `"abc"` finds the bare key abc."""
+    try:
+        if step.startswith("b"):
+            return spell_step(json.loads(step[1:]).encode("latin-1"))
+        return spell_step(json.loads(step))
+    except (ValueError, AttributeError) as error:
+        raise InvalidInputError(f"not a quoted step: {step!r}") from error

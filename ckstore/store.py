@@ -1,0 +1,354 @@
+"""The facade: open a store, and every operation on it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ckstore import diff as differences
+from ckstore import facts, floor, gc, layout, prune, refs, repack, restorer, writer
+from ckstore import status as statuses
+from ckstore.announce import PATIENCE_SECONDS, pinned
+from ckstore.backend.base import Backend
+from ckstore.backend.url import open_backend
+from ckstore.codec.choose import profile_named
+from ckstore.context import Context
+from ckstore.errors import ConflictError, FormatError, InvalidInputError, NotFoundError
+from ckstore.format import records
+from ckstore.history import read_decision, read_epochs, read_history, read_marks, read_tags
+from ckstore.ids import SaveName, check_label
+from ckstore.index import ChunkIndex
+from ckstore.info import SnapshotInfo, snapshot_infos, state_of
+from ckstore.meta import encode_meta
+from ckstore.process import current_owner
+from ckstore.reserve import set_aside, spending
+from ckstore.retention import Retention
+from ckstore.state.capture import capture
+from ckstore.state.match import RestoreReport
+from ckstore.verify import Progress, Verifier, VerifyReport
+
+DEFAULT_CACHE = Path("~/.cache/ckstore")
+
+
+def open_store(
+    url: str | os.PathLike[str] | Backend,
+    create: bool = False,
+    profile: str = "balanced",
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    chunk_size: int = 4 << 20,
+) -> Store:
+    """Open the store at `url`: a path, a `file://` URL or `memory://name`. With `create`, make it if there is none.
+
+    `profile` says what saves aim at: "fast" (the speed of the device), "balanced" or "compact" (size). `cache_dir`
+    holds what may be lost at any time. `chunk_size` in bytes, a multiple of 4096, is fixed when the store is made.
+    `FormatError` when there is something else than a store, or a newer one; `NotFoundError` when there is nothing.
+    """
+    chosen = profile_named(profile)
+    backend = open_backend(os.fspath(url)) if isinstance(url, str | os.PathLike) else url
+    config = _read_config(backend)
+    if config is None:
+        if not create:
+            raise NotFoundError(f"there is no store at {backend.url}; make one with `ckstore init` or create=True")
+        config = _create(backend, chunk_size)
+    cache = Path(cache_dir if cache_dir is not None else DEFAULT_CACHE).expanduser() / config.store
+    return Store(Context(backend, config, ChunkIndex.open(cache), cache, chosen))
+
+
+def _create(backend: Backend, chunk_size: int) -> records.Config:
+    if chunk_size % 4096 or not 4096 <= chunk_size <= 64 << 20:
+        raise InvalidInputError(f"chunk_size is a multiple of 4096 from 4096 to {64 << 20} bytes, not {chunk_size}")
+    houses = [layout.SNAPSHOTS, layout.PACKS, layout.MANIFESTS, layout.MARKS, layout.SAVES]
+    if any(backend.list(house) for house in houses):
+        raise FormatError(
+            f"{backend.url} holds objects of a store but no {layout.CONFIG}: it is damaged, not new; "
+            f"put {layout.CONFIG} back from a copy"
+        )
+    config = records.Config(store=secrets.token_hex(16), chunk_size=chunk_size)
+    if not backend.put_if_absent(layout.CONFIG, records.encode(config)):
+        found = _read_config(backend)
+        if found is None:
+            raise ConflictError(f"somebody is creating and removing the store at {backend.url}; try again")
+        return found
+    set_aside(backend)
+    return config
+
+
+def _read_config(backend: Backend) -> records.Config | None:
+    try:
+        data = backend.get(layout.CONFIG, limit=records.MAX_RECORD)
+    except NotFoundError:
+        return None
+    config = records.decode(data, records.Config, layout.CONFIG)
+    if config.format != records.FORMAT:
+        raise FormatError(f"{backend.url} has format {config.format}; this version reads format {records.FORMAT}")
+    if config.reader_features or config.writer_features:
+        wanted = ", ".join(config.reader_features + config.writer_features)
+        raise FormatError(f"{backend.url} uses features that this version does not know: {wanted}; use a newer ckstore")
+    if (config.hash, config.ids) != ("blake3-256", "plain"):
+        raise FormatError(f"{backend.url} identifies chunks by {config.hash}/{config.ids}, which this version cannot")
+    if config.chunk_size % 4096 or not 4096 <= config.chunk_size <= 64 << 20:
+        raise FormatError(f"{backend.url} claims an impossible chunk size of {config.chunk_size} bytes")
+    return config
+
+
+class Store:
+    """An open store. Every method may be called from several threads, and beside any number of other processes."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._epochs: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ckstore.Store {self.url}>"
+
+    @property
+    def url(self) -> str:
+        return self._context.backend.url
+
+    @property
+    def id(self) -> str:
+        """32 hex digits, the same for every copy of this store."""
+        return self._context.config.store
+
+    def close(self) -> None:
+        """Let go of files. Whatever was acknowledged is durable already."""
+        self._context.index.close()
+        self._context.backend.close()
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        branch: str = "main",
+        tags: Iterable[str] = (),
+        meta: Mapping[str, Any] | None = None,
+        full: bool = False,
+    ) -> SnapshotInfo:
+        """Save `state` as the newest snapshot of `branch`; durable when this returns.
+
+        Saving the same step again makes a second snapshot, which wins. `meta` is a small mapping of plain values.
+        With `full` nothing written earlier is reused: the snapshot is readable without any older pack. On any error
+        no part of the snapshot remains. `UnsupportedTypeError` names what cannot be kept before anything is written.
+        """
+        labels = _labels(tags)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+            raise InvalidInputError(f"step is a whole number, 0 or more, not {step!r}")
+        check_label("branch", branch)
+        packed_meta = encode_meta({} if meta is None else meta)
+        captured = capture(state, chunk_size=self._context.config.chunk_size)
+        request = writer.SaveRequest(step, branch, labels, packed_meta, full, self._epochs.get(branch))
+        return SnapshotInfo.of(writer.save(self._context, captured, request), labels)
+
+    def restore(
+        self,
+        ref: str | int = "latest",
+        *,
+        into: Any = None,
+        keys: str | Iterable[str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        atomic: bool = False,
+    ) -> Any:
+        """The state of the snapshot that `ref` names, or of the newest good one before it if `ref` floats.
+
+        `keys` are path patterns such as "model/**" (`*` within a step of the path, `**` across); only what they need
+        is read. With `into`, live tensors and containers are filled in place and a `RestoreReport` comes back:
+        `MismatchError` lists what is missing, unexpected or different before anything changes; `strict=False` reports
+        instead; `cast=True` allows another dtype; `atomic=True` verifies every byte before the first is put in place.
+        """
+        patterns = (keys,) if isinstance(keys, str) else None if keys is None else tuple(keys)
+        request = restorer.RestoreRequest(patterns, strict, cast, atomic)
+        if into is None:
+            return restorer.restore(self._context, refs.parse(ref), request)
+        report: RestoreReport = restorer.restore_into(self._context, refs.parse(ref), into, request)
+        return report
+
+    def snapshots(self, branch: str | None = None) -> list[SnapshotInfo]:
+        """Every live snapshot, newest first."""
+        return snapshot_infos(read_history(self._context), read_tags(self._context.backend), branch)
+
+    def resolve(self, ref: str | int = "latest") -> SnapshotInfo:
+        """The snapshot that `ref` names now."""
+        return self._find(ref)[1]
+
+    def show(self, ref: str | int = "latest") -> differences.SnapshotDetail:
+        """A snapshot and every leaf of its state."""
+        commit, info = self._find(ref)
+        return differences.describe(self._context, commit, info)
+
+    def diff(self, before: str | int, after: str | int) -> differences.DiffReport:
+        """What changed from one snapshot to another."""
+        return differences.compare(self._context, self._find(before), self._find(after))
+
+    def tag(self, name: str, ref: str | int = "latest") -> SnapshotInfo:
+        """Name a snapshot, so that no policy drops it. A name that is taken moves to it."""
+        check_label("tag", name)
+        _, info = self._find(ref)
+        save = self._save_name(info)
+        with pinned(self._context.backend, f"tag {name}", [save]) as marks:
+            self._refuse_removed(save, marks.removed | marks.condemned.keys())
+            record = records.Tag(str(save), self._context.now())
+            self._context.backend.put(layout.tag(name), records.encode(record))
+            # A pin that was given up while we stood still no longer holds anybody back.
+            self._refuse_removed(save, read_marks(self._context.backend).removed)
+        return self._find(f"id:{info.id}")[1]
+
+    def untag(self, name: str) -> None:
+        """Forget a name; `NotFoundError` if there is none."""
+        if not self._context.backend.delete(layout.tag(check_label("tag", name))):
+            raise NotFoundError(f"there is no tag {name!r}")
+        self._context.backend.sync(layout.TAGS)
+
+    def tags(self) -> dict[str, str]:
+        """Every tag and the id of its snapshot."""
+        return {label: save.nonce for label, save in read_tags(self._context.backend).items()}
+
+    def verify(
+        self, ref: str | int | None = None, *, deep: bool = True, mark: bool = True, progress: Progress | None = None
+    ) -> VerifyReport:
+        """Read and check everything, or one snapshot; damage is reported, never raised.
+
+        `deep` also decodes every chunk and compares it with its identity. With `mark`, damaged snapshots are
+        quarantined, so that `latest` passes them over.
+        """
+        only = None if ref is None else self._save_name(self._find(ref)[1])
+        return Verifier(self._context, deep=deep, mark=mark, progress=progress).run(only)
+
+    def prune(
+        self, policy: Retention | Mapping[str, Any], *, branch: str | None = None, dry_run: bool = False
+    ) -> prune.PruneReport:
+        """Remove the snapshots that `policy` does not keep, and free what only they needed."""
+        checked = Retention.of(policy)
+        if dry_run:
+            return prune.report_plan(prune.plan_prune(self._context, checked, branch))
+        with spending(self._context) as context:
+            removal = prune.prune(context, checked, branch)
+            return prune.report(removal, gc.sweep(context).freed_bytes)
+
+    def drop(self, ref: str | int, *, force: bool = False) -> prune.PruneReport:
+        """Remove one snapshot, even one whose record cannot be read. The last good one of a branch only with `force`."""
+        save = self._droppable(ref, force)
+        with spending(self._context) as context:
+            removal = prune.drop(context, [save])
+            return prune.report(removal, gc.sweep(context).freed_bytes)
+
+    def gc(self, dry_run: bool = False, *, patience: float = PATIENCE_SECONDS) -> gc.Sweep:
+        """Free what no snapshot reaches; finish removals that were cut short; give up saves whose writer is gone.
+
+        `patience`: seconds that a save of an unknown process may stand still before it is given up.
+        """
+        if dry_run:
+            return gc.plan_sweep(self._context)
+        with spending(self._context) as context:
+            prune.finish_condemned(context)
+            repack.finish_interrupted(context)
+            freed = gc.sweep(context, patience)
+            if repack.repack(context):
+                freed += gc.sweep(context, patience)
+            floor.raise_floor(context)
+            return freed
+
+    def status(self) -> statuses.StatusReport:
+        """Saves under way, pins, marks, sizes, and what gc would free."""
+        return statuses.status(self._context)
+
+    def quarantine(self, ref: str | int, reason: str) -> SnapshotInfo:
+        """Set a snapshot aside by hand: `latest` and retention pass it over until `clear`."""
+        _, info = self._find(ref)
+        facts.quarantine(self._context, self._save_name(info), {"reason": reason, "during": "by hand"})
+        return self._find(f"id:{info.id}")[1]
+
+    def clear(self, ref: str | int) -> SnapshotInfo:
+        """Undo the quarantine of a snapshot, after a repair; it is verified first. `CorruptionError` if still damaged."""
+        _, info = self._find(ref)
+        report = self.verify(f"id:{info.id}", mark=False)
+        if not report.ok:
+            raise InvalidInputError(
+                f"snapshot {info.id} is still damaged: {report.findings[0].name}: {report.findings[0].what}"
+            )
+        facts.clear(self._context, self._save_name(info), {"reason": "verified whole"})
+        return self._find(f"id:{info.id}")[1]
+
+    def open_epoch(self, branch: str = "main", *, base: str | int | None = None) -> int:
+        """Take over `branch` for this process: saves of older runs are refused from now on, and are never `latest`.
+
+        The run goes on from `base`, by default what `latest` means now; later snapshots of older epochs are left
+        behind. The number of the epoch.
+        """
+        check_label("branch", branch)
+        start = self._save_name(self._find(base)[1]) if base is not None else self._newest(branch)
+        for _ in range(64):
+            number = max(read_epochs(self._context.backend, branch).get(branch, {}), default=0) + 1
+            record = records.Epoch(
+                branch=branch,
+                number=number,
+                base=str(start) if start else None,
+                base_epoch=self._epoch_of(start) if start else -1,
+                owner=current_owner(),
+            )
+            if self._context.backend.put_if_absent(layout.epoch(branch, number), records.encode(record)):
+                with self._lock:
+                    self._epochs[branch] = number
+                return number
+        raise ConflictError(f"other runs keep taking over branch {branch}; see which of them should stop")
+
+    def _newest(self, branch: str) -> SaveName | None:
+        found = next(read_history(self._context).candidates(branch), None)
+        return found[0] if found else None
+
+    def _epoch_of(self, save: SaveName) -> int:
+        decision = read_decision(self._context, save)
+        assert isinstance(decision, records.Commit)
+        return decision.epoch
+
+    def _find(self, ref: str | int) -> tuple[records.Commit, SnapshotInfo]:
+        history = read_history(self._context)
+        save, commit = next(refs.candidates(history, refs.parse(ref)))
+        labels = [label for label, named in sorted(read_tags(self._context.backend).items()) if named == save]
+        return commit, SnapshotInfo.of(commit, tuple(labels), state_of(history, save, commit))
+
+    @staticmethod
+    def _save_name(info: SnapshotInfo) -> SaveName:
+        return SaveName(info.order[1], info.order[2])
+
+    def _droppable(self, ref: str | int, force: bool) -> SaveName:
+        history = read_history(self._context)
+        parsed = refs.parse(ref)
+        unread = [save for save in history.saves if history.decision(save) is None and save not in history.marks.removed]
+        broken = [save for save in unread if parsed.kind in ("id", "bare") and save.nonce.startswith(parsed.value)]
+        if len(broken) == 1:
+            return broken[0]
+        save, commit = next(refs.candidates(history, parsed))
+        good = [found for found, _ in history.candidates(commit.branch)]
+        if not force and good == [save]:
+            raise InvalidInputError(f"{ref!r} is the last good snapshot of branch {commit.branch}; force=True drops it")
+        return save
+
+    @staticmethod
+    def _refuse_removed(save: SaveName, gone: Iterable[SaveName]) -> None:
+        if save in gone:
+            raise NotFoundError(f"snapshot {save.nonce} is being removed; choose another")
+
+
+def _labels(tags: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(tags, str):
+        raise InvalidInputError(f"tags is a list of names; write tags=[{tags!r}]")
+    return tuple(check_label("tag", name) for name in tags)
+
+

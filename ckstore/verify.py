@@ -1,0 +1,226 @@
+"""Verify: read everything, check everything, name what is damaged and which snapshots it takes down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckstore import facts, layout
+from ckstore.announce import list_announcers, pinned
+from ckstore.context import Context
+from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NotFoundError
+from ckstore.format import records
+from ckstore.format.manifest import Location
+from ckstore.history import History, read_epochs, read_floor, read_history, read_tags
+from ckstore.ids import SaveName
+from ckstore.known import read_manifest
+from ckstore.opened import Opened, open_manifest
+from ckstore.pack import check_pack, read_frame
+from ckstore.relocation import Relocations, relocated_manifest
+from ckstore.state.build import allocate
+
+Progress = Callable[[int, int], None]
+"""Called with bytes checked so far and bytes to check in all."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One damaged object: what is wrong with it, and the snapshots (ids) and paths of the state it takes down."""
+
+    name: str
+    what: str
+    offset: int | None = None
+    snapshots: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What was checked and what was found. `quarantined` are the ids of the snapshots set aside by this call."""
+
+    findings: list[Finding] = field(default_factory=list)
+    snapshots: int = 0
+    packs: int = 0
+    chunks: int = 0
+    bytes: int = 0
+    quarantined: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+@dataclass(slots=True)
+class _Subject:
+    """A snapshot being verified. `broken` holds what is wrong with it."""
+
+    save: SaveName
+    commit: records.Commit
+    opened: list[Opened] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+class Verifier:
+    """One verification of some or all snapshots of a store. `run` does it all."""
+
+    def __init__(self, context: Context, *, deep: bool, mark: bool, progress: Progress | None) -> None:
+        self._context = context
+        self._deep = deep
+        self._mark = mark
+        self._progress = progress
+        self._report = VerifyReport()
+        self._relocated: frozenset[str] = frozenset()
+
+    def run(self, only: SaveName | None = None) -> VerifyReport:
+        """Verify the snapshot `only`, or everything in the store. Damage is reported, never raised.
+
+        A snapshot that is removed meanwhile is no damage. With `mark`, damaged frames are marked and damaged
+        snapshots quarantined.
+        """
+        history = read_history(self._context)
+        subjects = [_Subject(save, commit) for save, commit in history.commits() if only in (None, save)]
+        with pinned(self._context.backend, "verify", [subject.save for subject in subjects]) as marks:
+            subjects = [subject for subject in subjects if subject.save not in marks.removed]
+            self._relocated = marks.relocated
+            self._check_manifests(subjects)
+            self._check_packs(subjects)
+            if only is None:
+                self._check_small_records(history)
+            self._report.snapshots = len(subjects)
+            if self._mark:
+                self._set_aside(subjects)
+        return self._report
+
+    def _check_manifests(self, subjects: list[_Subject]) -> None:
+        for subject in subjects:
+            for entry in subject.commit.manifests:
+                name = layout.manifest(subject.save, entry.rank)
+                self._try(name, lambda s=subject, e=entry: self._read_manifest(s, e), [subject])  # type: ignore[misc]
+
+    def _read_manifest(self, subject: _Subject, entry: records.ManifestRef) -> None:
+        manifest = read_manifest(self._context, subject.save, entry)
+        subject.opened.append(open_manifest(relocated_manifest(self._context, manifest, self._relocated)))
+        closure = {pack.name for pack in subject.commit.packs}
+        outside = next((place.pack for place in manifest.locations if place.pack not in closure), None)
+        if outside is not None:
+            raise FormatError(f"a chunk stands in {outside}, which the commit record does not list")
+
+    def _check_packs(self, subjects: list[_Subject]) -> None:
+        users: dict[str, list[_Subject]] = {}
+        sizes: dict[str, int] = {}
+        moves = Relocations(self._context, self._relocated)
+        for subject in subjects:
+            name = layout.snapshot(subject.save)
+            packs = self._try(name, lambda s=subject: moves.packs(s.commit.packs), [subject])  # type: ignore[misc]
+            for pack in packs or ():
+                users.setdefault(pack.name, []).append(subject)
+                sizes[pack.name] = pack.size
+        total = sum(sizes.values())
+        for name in sorted(users):
+            self._check_pack(name, sizes[name], users[name])
+            self._report.packs += 1
+            self._report.bytes += sizes[name]
+            if self._progress:
+                self._progress(self._report.bytes, total)
+
+    def _check_pack(self, name: str, size: int, users: list[_Subject]) -> None:
+        if self._context_size(name) is None:
+            self._find(name, "the pack is missing", None, users)
+            return
+        for fault in self._try(name, lambda: check_pack(self._context.backend, name, size), users, blame=False) or ():
+            self._find(name, fault.what, fault.offset, [])
+        if self._deep:
+            self._check_chunks(name, users)
+
+    def _context_size(self, name: str) -> int | None:
+        try:
+            return self._context.backend.stat(name)
+        except NotFoundError:
+            return None
+
+    def _check_chunks(self, pack: str, users: list[_Subject]) -> None:
+        """Decode every frame of `pack` that some snapshot needs and compare it with the chunk's identity."""
+        wanted: dict[tuple[int, bytes], tuple[Location, int, list[tuple[_Subject, str]]]] = {}
+        for subject in users:
+            for opened in subject.opened:
+                for row, plain, path in _rows_in(opened, pack):
+                    place = opened.manifest.locations[row]
+                    key = (place.offset, opened.manifest.ids[row])
+                    wanted.setdefault(key, (place, plain, []))[2].append((subject, path))
+        for (offset, chunk), (place, plain, uses) in sorted(wanted.items()):
+            scratch = allocate(plain)
+            try:
+                read_frame(self._context.backend, place, chunk, scratch)
+            except (CorruptionError, FormatError, NotFoundError) as error:
+                what = error.what if isinstance(error, CorruptionError) else str(error)
+                self._find(pack, what, offset, [subject for subject, _ in uses], sorted({path for _, path in uses}))
+                if self._mark and isinstance(error, CorruptionError):
+                    with suppress(BackendError):
+                        facts.mark_damage(self._context, error, place.stored)
+            self._report.chunks += 1
+
+    def _check_small_records(self, history: History) -> None:
+        """Config, decisions, tags, epochs, floor, announcements and marks: each must at least be readable."""
+        backend = self._context.backend
+        for save in history.saves:
+            history.decision(save)
+        for save, error in sorted(history.damaged.items()):
+            if save not in history.marks.removed:
+                self._find(layout.snapshot(save), str(error), None, [])
+        self._try(layout.CONFIG, lambda: _read(backend, layout.CONFIG, records.Config), [])
+        for name in backend.list(layout.TAGS):
+            self._try(name, lambda n=name: _read(backend, n, records.Tag), [])  # type: ignore[misc]
+        for name in backend.list(layout.MARKS):
+            kind = records.Damage if "/damaged-" in name else records.Mark
+            self._try(name, lambda n=name, k=kind: _read(backend, n, k), [])  # type: ignore[misc]
+        self._try(layout.EPOCHS, lambda: read_epochs(backend), [])
+        self._try(layout.FLOORS, lambda: read_floor(backend), [])
+        self._try(layout.TAGS, lambda: read_tags(backend), [])
+        for announcer in list_announcers(backend):
+            if announcer.owner is None:
+                self._find(announcer.name, "cannot be read; gc will give it up", None, [])
+
+    def _try(self, name: str, check: Callable[[], T], users: list[_Subject], *, blame: bool = True) -> T | None:
+        """Run a check; what it raises becomes a finding. Without `blame` no snapshot is taken down by it alone."""
+        try:
+            return check()
+        except (CorruptionError, FormatError, NotFoundError) as error:
+            damaged = error if isinstance(error, CorruptionError) else None
+            what = damaged.what if damaged else str(error)
+            self._find(damaged.name if damaged and damaged.name else name, what, damaged.offset if damaged else None,
+                       users if blame else [])  # fmt: skip
+            return None
+
+    def _find(
+        self, name: str, what: str, offset: int | None, users: Iterable[_Subject], paths: Iterable[str] = ()
+    ) -> None:
+        taken = list(users)
+        for subject in taken:
+            subject.broken.append(f"{name}: {what}")
+        ids = tuple(sorted({subject.save.nonce for subject in taken}))
+        self._report.findings.append(Finding(name, what, offset, ids, tuple(paths)))
+
+    def _set_aside(self, subjects: list[_Subject]) -> None:
+        quarantined = read_history(self._context).marks.quarantined
+        for subject in subjects:
+            if subject.broken and subject.save not in quarantined:
+                with suppress(CkstoreError):
+                    facts.quarantine(self._context, subject.save, {"error": subject.broken[0], "during": "verify"})
+                    self._report.quarantined.append(subject.save.nonce)
+
+
+def _rows_in(opened: Opened, pack: str) -> Iterable[tuple[int, int, str]]:
+    """Row, plain size and path of every chunk that the manifest places in `pack`."""
+    manifest = opened.manifest
+    for blob, rows in enumerate(manifest.chunks_of_blob()):
+        for index, row in enumerate(rows):
+            if manifest.locations[row].pack == pack:
+                yield row, manifest.plain_size(blob, index), opened.paths.get(blob, "")
+
+
+def _read(backend: Any, name: str, kind: type[T]) -> T:
+    return records.decode(backend.get(name, limit=records.MAX_RECORD), kind, name)

@@ -1,0 +1,236 @@
+"""A save: announce, cut, hash, skip what is known, encode, pack, commit.
+
+Whatever is referred to is durable before what refers to it: packs, then the manifest, then the commit record.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckstore import chunking, codec, layout
+from ckstore.announce import announced
+from ckstore.codec import Choice
+from ckstore.codec.choose import choose, sample_of
+from ckstore.commit import check_epoch, commit, discard
+from ckstore.context import Context
+from ckstore.errors import ConflictError
+from ckstore.floor import proposed_sequences
+from ckstore.format import manifest, records
+from ckstore.format.manifest import Location
+from ckstore.history import History, list_saves, read_floor, read_history
+from ckstore.ids import SaveName, digest, new_nonce
+from ckstore.known import Known
+from ckstore.pack import PackWriter
+from ckstore.process import current_owner
+from ckstore.state.capture import Blob, Captured
+
+PACK_BYTES = 64 << 20
+"""A pack is closed once it holds this much: what is held in memory until it is durable."""
+INLINE_BYTES = 64 << 10
+"""A manifest up to this size stands inside the commit record."""
+WORKERS = min(4, os.cpu_count() or 1)
+_MOST_PARENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What to save besides the state. `epoch` is the one this writer opened, None if it opened none."""
+
+    step: int
+    branch: str = "main"
+    tags: tuple[str, ...] = ()
+    meta: bytes = b"\xc0"
+    full: bool = False
+    epoch: int | None = None
+
+
+def save(context: Context, captured: Captured, request: SaveRequest) -> records.Commit:
+    """Write a snapshot; when this returns it is durable. On any error nothing of it remains visible."""
+    started = context.monotonic()
+    for _ in range(8):
+        history = read_history(context)
+        announcement = _announcement(context, history, request)
+        name = SaveName.parse(announcement.save)
+        with announced(context.backend, announcement) as under:
+            if _is_below_floor(context, name):
+                # gc is clearing away old records and may not have seen this announcement: take a newer name.
+                discard(context, name, "its sequence is below the floor")
+                continue
+            known = Known(context, () if request.full else under.parents, under.marks)
+            try:
+                record = _write(context, captured, request, announcement, known, started)
+                check_epoch(context, request.branch, announcement.epoch)
+            except BaseException as error:
+                discard(context, name, f"{type(error).__name__}: {error}")
+                raise
+            commit(context, record)
+            _set_tags(context, name, request.tags)
+        return record
+    raise ConflictError("gc kept clearing away the names chosen for this save; try again")
+
+
+def _announcement(context: Context, history: History, request: SaveRequest) -> records.Announcement:
+    epoch = history.newest_epoch(request.branch) if request.epoch is None else request.epoch
+    if history.newest_epoch(request.branch) > epoch:
+        check_epoch(context, request.branch, epoch)
+    seen = [*history.saves[:1], *list_saves(context.backend, layout.SAVES)[:1]]
+    floor = read_floor(context.backend)
+    sequence = max([save.sequence for save in seen] + [floor.sequence]) + 1
+    return records.Announcement(
+        save=str(SaveName(sequence, new_nonce())),
+        branch=request.branch,
+        step=request.step,
+        epoch=epoch,
+        parents=[str(parent) for parent in _parents(history, request.branch)],
+        owner=current_owner(),
+    )
+
+
+def _parents(history: History, branch: str) -> list[SaveName]:
+    """The newest good snapshot of the branch first, then the newest of other branches: what a save may resemble."""
+    newest: dict[str, SaveName] = {}
+    for save, record in history.commits():
+        if len(newest) == _MOST_PARENTS:
+            break
+        if record.branch in newest or save in history.marks.quarantined or save in history.marks.condemned:
+            continue
+        if not history.is_fenced(record):
+            newest[record.branch] = save
+    own = newest.pop(branch, None)
+    return ([own] if own else []) + sorted(newest.values(), reverse=True)
+
+
+def _is_below_floor(context: Context, save: SaveName) -> bool:
+    return save.sequence < max([read_floor(context.backend).sequence, *proposed_sequences(context)])
+
+
+def _write(
+    context: Context,
+    captured: Captured,
+    request: SaveRequest,
+    announcement: records.Announcement,
+    known: Known,
+    started: float,
+) -> records.Commit:
+    """Write packs and manifest, and give the commit record that is to be created."""
+    name = SaveName.parse(announcement.save)
+    chunks = ChunkWriter(context, name, rank=0, known=known)
+    ids = chunks.write(captured.blobs)
+    places = [chunks.locations[chunk] for chunk in ids]
+    sizes = [blob.nbytes for blob in captured.blobs]
+    content = manifest.encode_content(captured.tree, sizes, context.config.chunk_size, ids)
+    entry = _put_manifest(context, name, manifest.encode(name, 0, content, captured.order, places))
+    return records.Commit(
+        save=str(name),
+        branch=request.branch,
+        epoch=announcement.epoch,
+        step=request.step,
+        created=context.now(),
+        manifests=[entry],
+        packs=chunks.closure(places),
+        content=digest(content),
+        logical_bytes=sum(sizes),
+        stored_bytes=sum(pack.size for pack in chunks.packs) + entry.size,
+        full=request.full,
+        parent=announcement.parents[0] if announcement.parents else None,
+        meta=request.meta,
+        seconds=context.monotonic() - started,
+    )
+
+
+def _put_manifest(context: Context, save: SaveName, data: bytes) -> records.ManifestRef:
+    if len(data) <= INLINE_BYTES:
+        return records.ManifestRef(0, len(data), digest(data), data)
+    context.backend.put(layout.manifest(save, 0), data)
+    return records.ManifestRef(0, len(data), digest(data))
+
+
+def _set_tags(context: Context, save: SaveName, tags: Iterable[str]) -> None:
+    for label in tags:
+        context.backend.put(layout.tag(label), records.encode(records.Tag(str(save), context.now())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A chunk after hashing: reused, a repetition within this save, or encoded and to be placed."""
+
+    id: bytes
+    plain: int
+    reused: Location | None = None
+    encoded: codec.Encoded | None = None
+
+
+class ChunkWriter:
+    """Writes one rank's chunks into packs. Hashing and encoding run on several threads, placing on the caller's."""
+
+    def __init__(self, context: Context, save: SaveName, rank: int, known: Known) -> None:
+        self.locations: dict[bytes, Location] = {}
+        self.packs: list[records.PackRef] = []
+        self._context = context
+        self._save = save
+        self._rank = rank
+        self._known = known
+        self._claimed: set[bytes] = set()
+        self._lock = threading.Lock()
+        self._open: PackWriter | None = None
+
+    def write(self, blobs: Iterable[Blob]) -> list[bytes]:
+        """Store every chunk of `blobs`, durably; their ids in order. `locations` then knows each."""
+        ids: list[bytes] = []
+        pending: deque[Future[_Prepared]] = deque()
+        try:
+            with ThreadPoolExecutor(WORKERS, thread_name_prefix="ckstore-encode") as pool:
+                for blob in blobs:
+                    plain = blob.load()
+                    choice = choose(self._context.profile, blob.kind, blob.itemsize, sample_of(plain))
+                    for start, stop in chunking.cut(blob.nbytes, self._context.config.chunk_size):
+                        pending.append(pool.submit(self._prepare, plain[start:stop], choice))
+                        if len(pending) > 2 * WORKERS:
+                            ids.append(self._place(pending.popleft().result()))
+                while pending:
+                    ids.append(self._place(pending.popleft().result()))
+            self._close_pack()
+        except BaseException:
+            if self._open is not None:
+                self._open.abort()
+            raise
+        return ids
+
+    def closure(self, places: Iterable[Location]) -> list[records.PackRef]:
+        """Every pack that `places` need, own and reused, with its size."""
+        own = {pack.name: pack.size for pack in self.packs}
+        names = sorted({place.pack for place in places})
+        return [records.PackRef(name, own[name] if name in own else self._known.size_of(name)) for name in names]
+
+    def _prepare(self, plain: memoryview, choice: Choice) -> _Prepared:
+        chunk = digest(plain)
+        with self._lock:
+            if chunk in self._claimed:
+                return _Prepared(chunk, len(plain))
+            self._claimed.add(chunk)
+        place = self._known.find(chunk)
+        if place is not None:
+            return _Prepared(chunk, len(plain), reused=place)
+        return _Prepared(chunk, len(plain), encoded=codec.encode_checked(choice, plain, chunk))
+
+    def _place(self, chunk: _Prepared) -> bytes:
+        if chunk.reused is not None:
+            self.locations[chunk.id] = chunk.reused
+        elif chunk.encoded is not None:
+            if self._open is None:
+                name = layout.pack(self._save, self._rank, len(self.packs))
+                self._open = PackWriter(self._context.backend, name)
+            self.locations[chunk.id] = self._open.append(chunk.id, chunk.plain, chunk.encoded)
+            if self._open.size >= PACK_BYTES:
+                self._close_pack()
+        return chunk.id
+
+    def _close_pack(self) -> None:
+        if self._open is not None:
+            self.packs.append(self._open.finish())
+            self._open = None

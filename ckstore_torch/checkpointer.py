@@ -1,0 +1,149 @@
+"""One object in the training loop: `resume()` before it, `step(n)` at the end of each turn."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import ckstore
+from ckstore import Retention
+from ckstore.errors import CkstoreError, InvalidInputError
+from ckstore_torch.run_state import Objects, RunState
+
+if TYPE_CHECKING:
+    from ckstore import SnapshotInfo, Store
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves the whole state of a training run, and brings it back bit by bit.
+
+        with Checkpointer("runs/a", model=model, optimizer=optimizer, save_every=100) as checkpointer:
+            for n in range(checkpointer.resume(), steps):
+                ...one step of training...
+                checkpointer.step(n + 1, loss=loss.item())
+
+    `n` counts the steps that are *done*. `model`, `optimizer`, `scheduler` and `dataloader` are one object or a mapping
+    of them; `extra` takes by name whatever else must come back: objects with `state_dict` and `load_state_dict`,
+    tensors, arrays, dicts and lists (all filled in place), and random number generators. Those of Python, NumPy, torch
+    and CUDA are always kept. Gradients are not: call `step` when they are no longer needed.
+
+    `save_every` steps are saved by `step` (None: only `save` saves), every `full_every`-th of them readable without any
+    earlier snapshot. `keep` is a number of snapshots, a `ckstore.Retention` or a mapping: after each save the others of
+    this branch are pruned and their space is freed. `store` is an open `ckstore.Store`, which stays open, or where one
+    is or shall be.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        save_every: int | None = None,
+        full_every: int | None = None,
+        branch: str = "main",
+        keep: int | Retention | Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, every in (("save_every", save_every), ("full_every", full_every)):
+            if every is not None and (type(every) is not int or every < 1):
+                raise InvalidInputError(f"{name} is a whole number of steps, 1 or more, not {every!r}")
+        self._state = RunState(Objects(model, optimizer, scheduler, dataloader, dict(extra or {})))
+        self._save_every = save_every
+        self._full_every = full_every
+        self._branch = branch
+        self._keep = _policy(keep)
+        self._owns_store = isinstance(store, str | os.PathLike)
+        self.store = ckstore.open(store, create=True) if isinstance(store, str | os.PathLike) else store
+        self._epoch: int | None = None
+        self._done = 0
+
+    def resume(self) -> int:
+        """Take over the branch, restore its newest good snapshot, and say how many steps are done: 0 for a new run.
+
+        From here on an older run that still writes this branch gets `FencedError`. `MismatchError` lists every way in
+        which the snapshot does not fit, and nothing is changed; nor is it when `load_state_dict` of a scheduler, loader
+        or extra fails.
+        """
+        # Fence first: after that nobody can add a snapshot newer than the one that is read here.
+        self._epoch = self.store.open_epoch(self._branch)
+        self._done = 0
+        if self.store.snapshots(branch=self._branch):
+            saved = self.store.restore(f"branch:{self._branch}")
+            self._state.restore(saved)
+            self._done = int(saved["step"])
+        return self._done
+
+    def step(self, n: int, **metrics: Any) -> SnapshotInfo | None:
+        """Say that `n` steps are done; saves, and returns the snapshot, when that is due."""
+        if type(n) is not int or n <= self._done:
+            raise InvalidInputError(
+                f"step({n!r}) after {self._done} steps done: step takes how many steps are done, which grows; "
+                "in `for n in range(checkpointer.resume(), steps)` call step(n + 1), or save(n) to save a step again"
+            )
+        # Not `n % save_every`: a loop that counts several steps at once must not miss its turn.
+        due = self._save_every is not None and n // self._save_every > self._done // self._save_every
+        if due:
+            return self.save(n, **metrics)
+        self._done = n
+        return None
+
+    def save(self, n: int, **metrics: Any) -> SnapshotInfo:
+        """Save now, with `n` steps done. When it returns the snapshot is durable; when it raises there is none."""
+        if type(n) is not int or n < 0:
+            raise InvalidInputError(f"save takes how many steps are done, not {n!r}")
+        if self._epoch is None:
+            self._epoch = self.store.open_epoch(self._branch)
+        numbers_only = {name: _plain_number(name, value) for name, value in metrics.items()}
+        full = self._full_every is not None and n % self._full_every == 0
+        state = self._state.capture(n, numbers_only)
+        info = self.store.save(state, step=n, branch=self._branch, meta=numbers_only, full=full)
+        self._done = n
+        self._prune()
+        return info
+
+    def close(self) -> None:
+        """Close the store if it was opened here."""
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prune(self) -> None:
+        """Drop what `keep` does not want. A failure is logged: the save stands, and the next one prunes again."""
+        if self._keep is None:
+            return
+        try:
+            self.store.prune(self._keep, branch=self._branch)
+            self.store.gc()
+        except (CkstoreError, OSError) as error:
+            _log.warning("snapshot saved, but pruning failed: %s", error)
+
+
+def _policy(keep: int | Retention | Mapping[str, Any] | None) -> Retention | None:
+    if keep is None:
+        return None
+    return Retention(keep_last=keep) if isinstance(keep, int) else Retention.of(keep)
+
+
+def _plain_number(name: str, value: Any) -> int | float:
+    """A metric as a Python number; tensors and arrays of one element are read."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool | numbers.Real):
+        return int(value) if isinstance(value, int) else float(value)
+    raise InvalidInputError(f"metric {name!r} is a number, not {type(value).__name__}")

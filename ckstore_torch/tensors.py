@@ -1,0 +1,73 @@
+"""The plug-in through which ckstore sees torch: `ckstore.state.plugin` loads it by name.
+
+Strided tensors are views of memory (`strided`), sparse and quantised ones are made of several (`composites`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ckstore.errors import FormatError
+from ckstore.state.nodes import Array, Composite, Foreign
+from ckstore.state.plugin import Composed, Described, RefusedError
+from ckstore.state.views import Bytes
+from ckstore_torch import composites, strided
+
+_EXACT = (torch.Tensor, torch.nn.Parameter)
+
+
+class TorchPlugin:
+    """Implements `ckstore.state.plugin.Plugin`."""
+
+    def describe(self, value: object) -> Described | Composed | Foreign | None:
+        """A tensor's memory or parts; `RefusedError` for kinds that have neither of their own."""
+        if type(value) is torch.Size:
+            return Foreign("size", list(value))
+        if isinstance(value, torch.dtype):
+            return Foreign("dtype", strided.dtype_name(value))
+        if isinstance(value, torch.device):
+            return Foreign("device", str(value))
+        if not isinstance(value, torch.Tensor):
+            return None
+        _refuse(value)
+        return composites.describe(value) or strided.describe(value)
+
+    def storage(self, memory: Bytes) -> object:
+        """What tensors over `memory` share."""
+        return strided.storage_over(memory)
+
+    def make(self, leaf: Array, storage: object, offset: int) -> object:
+        """A tensor over a `storage`, its first element at byte `offset`; over none when it is empty."""
+        return strided.make(leaf, storage, offset)  # type: ignore[arg-type]
+
+    def compose(self, node: Composite, parts: Mapping[str, object]) -> object:
+        """The tensor that was kept in `parts`."""
+        return composites.compose(node, parts)
+
+    def value(self, node: Foreign) -> object:
+        """A torch.Size, dtype or device."""
+        if node.kind == "size":
+            return torch.Size(node.value)  # type: ignore[arg-type]
+        if node.kind == "dtype":
+            return strided.dtype_of(node.value)
+        try:
+            return torch.device(str(node.value))
+        except RuntimeError as error:
+            raise FormatError(f"this torch has no device {str(node.value)[:80]!r}") from error
+
+
+def _refuse(tensor: torch.Tensor) -> None:
+    """Raise `RefusedError` for tensors that cannot be kept as what they are."""
+    if type(tensor) not in _EXACT:
+        raise RefusedError("a subclass of torch.Tensor; save the tensors in it")
+    if tensor.is_meta:
+        raise RefusedError("a meta tensor has no values")
+    if tensor.is_nested or tensor.is_mkldnn:
+        raise RefusedError(f"a tensor of layout {'nested' if tensor.is_nested else tensor.layout}")
+    if tensor._is_zerotensor():
+        raise RefusedError("a tensor of zeros without memory")
+
+
+PLUGIN = TorchPlugin()

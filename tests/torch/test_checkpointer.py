@@ -1,0 +1,490 @@
+"""The Checkpointer: when it saves, what it brings back, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+import ckstore
+from ckstore_torch import Checkpointer, SeededLoader
+
+
+class Run:
+    """A small training run with one of everything; dropout makes it depend on torch's generator."""
+
+    def __init__(self, seed: int, schedule: Callable[[Any], Any] | None = None) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = (schedule or SCHEDULES["warm-up and cosine"])(self.optimizer)
+        self.loader = SeededLoader(torch.arange(30.0).reshape(10, 3), batch_size=2, seed=5)
+        self.rates: list[float] = []
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "dataloader": self.loader,
+            "extra": {"rates": self.rates},
+        }
+
+    def train(self, steps: int) -> None:
+        batches = self._batches()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            loss = self.model(next(batches)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            if isinstance(self.scheduler, schedulers.ReduceLROnPlateau):
+                self.scheduler.step(loss.item())
+            else:
+                self.scheduler.step()
+            self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
+
+    def _batches(self) -> Any:
+        while True:
+            yield from self.loader
+
+    def facts(self) -> Any:
+        """Everything that must be the same, as plain values."""
+        return {
+            "model": {name: value.tolist() for name, value in self.model.state_dict().items()},
+            "rates": list(self.rates),
+            "position": (self.loader.epoch, self.loader.batch),
+            "draws": [torch.rand(3).tolist(), random.random(), np.random.random()],
+        }
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "warm-up and cosine": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=5), schedulers.CosineAnnealingLR(o, 15)], [5]
+    ),
+    "OneCycle": lambda o: schedulers.OneCycleLR(o, max_lr=0.1, total_steps=40),
+    "Lambda": lambda o: schedulers.LambdaLR(o, lambda n: 1 / (n + 1)),
+    "Multiplicative": lambda o: schedulers.MultiplicativeLR(o, lambda n: 0.95),
+    "Step": lambda o: schedulers.StepLR(o, 4),
+    "MultiStep": lambda o: schedulers.MultiStepLR(o, [3, 9, 12, 12]),
+    "Constant": lambda o: schedulers.ConstantLR(o, 0.3, total_iters=9),
+    "Exponential": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "Polynomial": lambda o: schedulers.PolynomialLR(o, total_iters=18),
+    "Cyclic": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
+    "warm restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4, 2),
+    "Chained": lambda o: schedulers.ChainedScheduler([schedulers.ExponentialLR(o, 0.9), schedulers.StepLR(o, 6)]),
+    "on plateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
+}
+
+
+def open_for(run: Run, folder: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(folder / "store", **run.parts, **options)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_twenty_steps_straight_equal_seven_a_resume_and_thirteen(tmp_path: Path, kind: str) -> None:
+    run = Run(1, SCHEDULES[kind])
+    run.train(7)
+    with open_for(run, tmp_path) as checkpointer:
+        checkpointer.save(7)
+    run.train(13)
+    expected = run.facts()
+
+    resumed = Run(2, SCHEDULES[kind])
+    with open_for(resumed, tmp_path) as checkpointer:
+        resumed.train(20 - checkpointer.resume())
+    assert resumed.facts() == expected
+
+
+def test_a_new_run_starts_at_0_and_so_does_one_saved_untrained(tmp_path: Path) -> None:
+    run = Run(1)
+    with open_for(run, tmp_path) as checkpointer:
+        assert checkpointer.resume() == 0
+        checkpointer.save(0)
+        expected = run.facts()
+    other = Run(2)
+    with open_for(other, tmp_path) as checkpointer:
+        assert checkpointer.resume() == 0
+    assert other.facts() == expected
+
+
+def test_parameters_and_buffers_stay_the_same_objects(tmp_path: Path) -> None:
+    run = Run(1)
+    with open_for(run, tmp_path) as checkpointer:
+        checkpointer.save(1)
+        held = {name: (id(value), value.data_ptr()) for name, value in run.model.named_parameters()}
+        checkpointer.resume()
+    assert {name: (id(value), value.data_ptr()) for name, value in run.model.named_parameters()} == held
+
+
+def test_tied_weights_are_tied_again_and_fill_an_untied_model(tmp_path: Path) -> None:
+    tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    tied[1].weight = tied[0].weight
+    with Checkpointer(tmp_path / "store", model=tied) as checkpointer:
+        checkpointer.save(1)
+    expected = tied[0].weight.tolist()
+    with torch.no_grad():
+        tied[0].weight.zero_()
+    untied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    for model in (tied, untied):
+        with Checkpointer(tmp_path / "store", model=model) as checkpointer:
+            checkpointer.resume()
+        assert [layer.weight.tolist() for layer in model] == [expected, expected]
+    assert tied[1].weight is tied[0].weight
+    assert untied[1].weight.data_ptr() != untied[0].weight.data_ptr()
+
+
+def test_steps_are_saved_when_due(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store", save_every=5, full_every=10) as checkpointer:
+        saved = [n for n in range(1, 12) if checkpointer.step(n, loss=n / 2)]
+        # A loop that counts several steps at once does not miss its turn.
+        saved += [n for n in (14, 18, 22, 31) if checkpointer.step(n)]
+        infos = checkpointer.store.snapshots()
+    assert saved == [5, 10, 18, 22, 31]
+    assert [(info.step, info.full) for info in infos][::-1] == [
+        (5, False), (10, True), (18, False), (22, False), (31, False),
+    ]  # fmt: skip
+
+
+def test_without_save_every_only_save_saves(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        assert [checkpointer.step(n) for n in range(1, 5)] == [None] * 4
+        assert checkpointer.save(4).step == 4
+
+
+def test_metrics_are_kept_as_numbers_beside_the_snapshot_and_in_it(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        info = checkpointer.save(3, loss=torch.tensor(0.5), seen=np.int64(7), accuracy=0.25)
+        assert info.meta == {"loss": 0.5, "seen": 7, "accuracy": 0.25}
+        assert checkpointer.store.restore()["metrics"] == info.meta
+        with pytest.raises(ckstore.InvalidInputError, match="metric 'note' is a number, not str"):
+            checkpointer.save(4, note="text")
+
+
+@pytest.mark.parametrize("n", [5, 4, 0, -1, 5.5, True, "6"])
+def test_a_step_that_was_done_already_is_refused(tmp_path: Path, n: Any) -> None:
+    with Checkpointer(tmp_path / "store", save_every=5) as checkpointer:
+        checkpointer.save(5)
+        assert checkpointer.resume() == 5
+        with pytest.raises(ckstore.InvalidInputError, match="step takes how many steps are done"):
+            checkpointer.step(n)
+        assert checkpointer.step(6) is None
+
+
+def test_going_back_and_saving_earlier_steps_again(tmp_path: Path) -> None:
+    counted = [0]
+    with Checkpointer(tmp_path / "store", extra={"counted": counted}) as checkpointer:
+        for n in (10, 20, 15):
+            counted[0] = n
+            checkpointer.save(n)
+        counted[0] = 99
+        assert (checkpointer.resume(), counted) == (15, [15])
+
+
+def test_several_models_and_optimizers_by_name(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        models = {"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 2)}
+        optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in models.items()}
+        for name, model in models.items():
+            model(torch.ones(1, 2)).sum().backward()
+            optimizers[name].step()
+        return models, dict(optimizers)
+
+    models, optimizers = make(1)
+    with Checkpointer(tmp_path / "store", model=models, optimizer=optimizers) as checkpointer:
+        checkpointer.save(1)
+    others, other_optimizers = make(2)
+    with Checkpointer(tmp_path / "store", model=others, optimizer=other_optimizers) as checkpointer:
+        checkpointer.resume()
+    for name in models:
+        assert others[name].weight.tolist() == models[name].weight.tolist()
+        found, expected = other_optimizers[name].state[others[name].weight], optimizers[name].state[models[name].weight]
+        assert found["exp_avg"].tolist() == expected["exp_avg"].tolist()
+    with Checkpointer(tmp_path / "store", model=others["critic"]) as checkpointer:
+        with pytest.raises(ckstore.MismatchError) as raised:
+            checkpointer.resume()
+    assert raised.value.unexpected == ("optimizer",)
+    assert raised.value.mismatched == (("model", "one object here, a mapping in the snapshot"),)
+
+
+class Average:
+    """An object of the user's own that keeps its place in containers of the standard library."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.window: deque[float] = deque(maxlen=3)
+        self.done: set[int] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def test_everything_that_extra_takes_comes_back_in_place(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return {
+            "average": Average(), "ema": nn.Linear(2, 1), "tensor": torch.zeros(3), "array": np.zeros(2),
+            "counts": {"a": 1}, "list": [1], "python": random.Random(1), "numpy": np.random.default_rng(1),
+            "torch": torch.Generator(),
+        }  # fmt: skip
+
+    extra = make()
+    extra["average"].seen.update("abca")
+    extra["average"].window.extend([1.0, 2.0, 3.0, 4.0])
+    extra["average"].done |= {3, 1, 2}
+    extra["tensor"] += 1
+    extra["array"] += 2
+    extra["counts"]["b"] = {"c": {4}}
+    extra["list"].append((2, None))
+    with Checkpointer(tmp_path / "store", extra=extra) as checkpointer:
+        checkpointer.save(1)
+    fresh = make()
+    held = {name: id(value) for name, value in fresh.items()}
+    with Checkpointer(tmp_path / "store", extra=fresh) as checkpointer:
+        checkpointer.resume()
+    assert vars(fresh["average"]) == {"seen": Counter("abca"), "window": deque([2.0, 3.0, 4.0]), "done": {1, 2, 3}}
+    assert fresh["average"].window.maxlen == 3
+    assert fresh["ema"].weight.tolist() == extra["ema"].weight.tolist()
+    assert (fresh["tensor"].tolist(), fresh["array"].tolist()) == ([1, 1, 1], [2, 2])
+    assert (fresh["counts"], fresh["list"]) == ({"a": 1, "b": {"c": {4}}}, [1, (2, None)])
+    assert fresh["python"].random() == extra["python"].random()
+    assert fresh["numpy"].random() == extra["numpy"].random()
+    assert torch.rand(3, generator=fresh["torch"]).tolist() == torch.rand(3, generator=extra["torch"]).tolist()
+    assert {name: id(value) for name, value in fresh.items()} == held
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"extra": {"n": 3}}, "extra 'n' of type int cannot be restored in place"),
+        ({"extra": {"f": Average}}, "extra 'f' of type type cannot be restored in place"),
+        ({"model": [1]}, "model is a list; it must be a torch.nn.Module"),
+        ({"optimizer": {"a": 3}}, "optimizer 'a' is a int; it must be a torch.optim.Optimizer"),
+        (
+            {"dataloader": torch.utils.data.DataLoader([1])},
+            "dataloader is a DataLoader; it must be an object with state",
+        ),  # type: ignore[list-item]
+        ({"model": {3: nn.Linear(1, 1)}}, "the names in model= are texts, not 3"),
+        ({"save_every": 0}, "save_every is a whole number of steps, 1 or more, not 0"),
+        ({"full_every": 2.5}, "full_every is a whole number of steps, 1 or more, not 2.5"),
+        ({"keep": 0}, "keep_last is a whole number of 1 or more, not 0"),
+        ({"extra": {"r": random.SystemRandom()}}, "SystemRandom has no state"),
+    ],
+)
+def test_what_could_not_be_put_back_is_refused_at_once(tmp_path: Path, parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ckstore.InvalidInputError, match=message):
+        Checkpointer(tmp_path / "store", **parts)
+    assert not (tmp_path / "store").exists()
+
+
+def test_every_difference_is_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+    run = Run(1)
+    run.train(2)
+    with open_for(run, tmp_path) as checkpointer:
+        checkpointer.save(2)
+
+    other = Run(2)
+    other.model = nn.Sequential(nn.Linear(3, 9), nn.BatchNorm1d(8), nn.Linear(2, 2), nn.Linear(8, 1).double())
+    other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1)  # type: ignore[assignment]
+    other.scheduler = schedulers.StepLR(other.optimizer, 4)
+    parts = {**other.parts, "extra": {"rates": {}, "more": [], "numbers": random.Random(1)}}
+    before = [value.tolist() for value in other.model.state_dict().values()], torch.get_rng_state().tolist()
+    with Checkpointer(tmp_path / "store", **parts) as checkpointer:
+        with pytest.raises(ckstore.MismatchError) as raised:
+            checkpointer.resume()
+    assert sorted(raised.value.missing) == ["extra/more", "model/2.bias", "model/2.weight"]
+    assert raised.value.unexpected == ()
+    assert sorted(raised.value.mismatched) == [
+        ("extra/rates", "dict here, list in the snapshot"),
+        ("model/0.bias", "shape (9,) here, (8,) in the snapshot"),
+        ("model/0.weight", "shape (9, 3) here, (8, 3) in the snapshot"),
+        ("model/3.bias", "dtype torch.float64 here, torch.float32 in the snapshot"),
+        ("model/3.weight", "dtype torch.float64 here, torch.float32 in the snapshot"),
+        ("optimizer", "SGD here, AdamW in the snapshot"),
+        ("rng", "numbers was not saved"),
+        ("scheduler", "StepLR here, SequentialLR in the snapshot"),
+    ]
+    after = [value.tolist() for value in other.model.state_dict().values()], torch.get_rng_state().tolist()
+    assert after == before
+    assert other.facts()["position"] == (0, 0)
+
+
+def test_a_snapshot_of_a_smaller_run_lists_what_is_missing(tmp_path: Path) -> None:
+    run = Run(1)
+    with Checkpointer(tmp_path / "store", model=run.model) as checkpointer:
+        checkpointer.save(1)
+    with open_for(run, tmp_path) as checkpointer, pytest.raises(ckstore.MismatchError) as raised:
+        checkpointer.resume()
+    assert raised.value.missing == ("extra", "scheduler", "dataloader", "optimizer")
+
+
+class Stubborn:
+    """Takes its state only as long as it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.refuses = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            raise RuntimeError("not now")
+        self.name = state["name"]
+
+
+def test_when_foreign_code_fails_what_was_loaded_before_is_put_back(tmp_path: Path) -> None:
+    run = Run(1)
+    first, second = Stubborn("a"), Stubborn("b")
+    run.train(3)
+    parts = {**run.parts, "extra": {"first": first, "second": second}}
+    with Checkpointer(tmp_path / "store", **parts) as checkpointer:
+        checkpointer.save(3)
+        run.train(2)
+        first.name, second.refuses = "changed", True
+        torch.manual_seed(9)
+        expected = run.facts()
+        torch.manual_seed(9)
+        random_state, numpy_state = random.getstate(), np.random.get_state()
+        with pytest.raises(RuntimeError, match="not now"):
+            checkpointer.resume()
+        assert (first.name, torch.rand(3).tolist()) == ("changed", expected["draws"][0])
+        assert random.getstate() == random_state
+        assert np.array_equal(np.random.get_state()[1], numpy_state[1])
+        assert run.facts()["model"] == expected["model"]
+
+
+def test_a_snapshot_that_no_checkpointer_made_is_refused(tmp_path: Path) -> None:
+    ckstore.save(tmp_path / "store", {"model": {}}, step=1)
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        with pytest.raises(ckstore.InvalidInputError, match="not made by a Checkpointer"):
+            checkpointer.resume()
+
+
+def test_a_newer_run_shuts_out_the_older_one(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as older, Checkpointer(tmp_path / "store") as newer:
+        older.resume()
+        older.save(1)
+        assert newer.resume() == 1
+        with pytest.raises(ckstore.FencedError):
+            older.save(2)
+        assert newer.save(3).step == 3
+        assert [info.step for info in newer.store.snapshots()] == [3, 1]
+
+
+def test_branches_are_runs_of_their_own(tmp_path: Path) -> None:
+    here, there = [1], [2]
+    with (
+        Checkpointer(tmp_path / "store", extra={"value": here}) as main,
+        Checkpointer(tmp_path / "store", extra={"value": there}, branch="other") as other,
+    ):
+        main.save(5)
+        assert other.resume() == 0
+        other.save(7)
+        here[0] = there[0] = 9
+        assert (main.resume(), other.resume(), here, there) == (5, 7, [1], [2])
+
+
+def test_a_damaged_newest_snapshot_is_passed_over(tmp_path: Path) -> None:
+    value = [1]
+    with Checkpointer(tmp_path / "store", extra={"value": value}) as checkpointer:
+        checkpointer.save(1)
+        value[0] = 2
+        checkpointer.save(2)
+        checkpointer.store.quarantine("step:2", "for the test")
+        assert (checkpointer.resume(), value) == (1, [1])
+
+
+@pytest.mark.parametrize("keep", [2, {"keep_last": 2}, ckstore.Retention(keep_last=2)])
+def test_keep_prunes_this_branch_after_each_save(tmp_path: Path, keep: Any) -> None:
+    with (
+        Checkpointer(tmp_path / "store", branch="other") as other,
+        Checkpointer(tmp_path / "store", keep=keep, save_every=1) as checkpointer,
+    ):
+        for n in range(1, 4):
+            other.save(n)
+        for n in range(1, 6):
+            checkpointer.step(n)
+        assert [info.step for info in checkpointer.store.snapshots("main")] == [5, 4]
+        assert [info.step for info in checkpointer.store.snapshots("other")] == [3, 2, 1]
+
+
+def test_the_best_is_kept_by_its_metric(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store", keep={"keep_last": 1, "keep_best": "loss"}) as checkpointer:
+        for n, loss in enumerate([0.5, 0.1, 0.3, 0.4], start=1):
+            checkpointer.save(n, loss=loss)
+        assert [info.step for info in checkpointer.store.snapshots()] == [4, 2]
+
+
+def test_a_failure_to_prune_does_not_lose_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path / "store", keep=1) as checkpointer:
+        checkpointer.save(1)
+        with monkeypatch.context() as patch:
+
+            def fail(*_: Any, **__: Any) -> None:
+                raise ckstore.BackendError("no answer", retryable=True)
+
+            patch.setattr(checkpointer.store, "prune", fail)
+            with caplog.at_level(logging.WARNING):
+                assert checkpointer.save(2).step == 2
+        assert [record.message for record in caplog.records] == ["snapshot saved, but pruning failed: no answer"]
+        assert [info.step for info in checkpointer.store.snapshots()] == [2, 1]
+        checkpointer.save(3)
+        assert [info.step for info in checkpointer.store.snapshots()] == [3]
+
+
+def test_a_failed_save_raises_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    value: list[Any] = [1]
+    with Checkpointer(tmp_path / "store", extra={"value": value}, save_every=1) as checkpointer:
+        checkpointer.step(1)
+        value[0] = object()
+        with pytest.raises(ckstore.UnsupportedTypeError, match=r"extra/value/0 of type object"):
+            checkpointer.step(2)
+        assert [info.step for info in checkpointer.store.snapshots()] == [1]
+        value[0] = 2
+        checkpointer.step(2)
+        assert [info.step for info in checkpointer.store.snapshots()] == [2, 1]
+
+
+def test_a_store_that_was_given_stays_open(tmp_path: Path) -> None:
+    with ckstore.open(tmp_path / "store", create=True) as store:
+        with Checkpointer(store) as checkpointer:
+            checkpointer.save(1)
+        assert [info.step for info in store.snapshots()] == [1]
+
+
+def test_saving_does_not_disturb_the_training(tmp_path: Path) -> None:
+    straight = Run(1)
+    straight.train(12)
+    expected = straight.facts()
+    run = Run(1)
+    with open_for(run, tmp_path, save_every=1, keep=1) as checkpointer:
+        for n in range(12):
+            run.train(1)
+            checkpointer.step(n + 1)
+    assert run.facts()["model"] == expected["model"]
+
+
+def test_a_compiled_model_is_saved_under_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(tmp_path / "store", model=torch.compile(model, backend="eager")) as checkpointer:
+        checkpointer.save(1)
+    fresh = nn.Linear(2, 2)
+    with Checkpointer(tmp_path / "store", model=fresh) as checkpointer:
+        checkpointer.resume()
+    assert fresh.weight.tolist() == model.weight.tolist()
