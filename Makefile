@@ -1,6 +1,4 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Both install into .venv by themselves.
-SHELL := /bin/bash
-.SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
 # The first Python that is new enough; say PYTHON=/path/to/python to choose another.

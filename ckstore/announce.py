@@ -83,7 +83,9 @@ def announced(backend: Backend, record: records.Announcement) -> Iterator[Announ
     finally:
         renewal.close()
         if _is_decided(backend, SaveName.parse(record.save)):
-            backend.delete(name)
+            # What is left behind delays a remover; it must not turn a durable snapshot into an error.
+            with suppress(CkstoreError):
+                backend.delete(name)
 
 
 def _is_decided(backend: Backend, save: SaveName) -> bool:

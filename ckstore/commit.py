@@ -12,7 +12,7 @@ from ckstore import layout
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, FencedError
 from ckstore.format import records
-from ckstore.history import read_decision, read_epochs, read_floor
+from ckstore.history import is_void, read_decision, read_epochs, read_floor
 from ckstore.ids import SaveName
 from ckstore.process import current_owner
 
@@ -85,7 +85,7 @@ def _won_after_all(context: Context, save: SaveName, error: BackendError) -> boo
         aborted = abort(context, save, f"commit failed: {error}")
     except CkstoreError:
         raise BackendError(
-            f"the outcome of save {save.nonce} is unknown: its record could be neither created nor aborted; "
+            f"the outcome of save {save.nonce} is unknown: its record could be neither created nor aborted ({error}); "
             "`ckstore ls` will show whether it exists"
         ) from error
     return not aborted
@@ -93,5 +93,5 @@ def _won_after_all(context: Context, save: SaveName, error: BackendError) -> boo
 
 def _check_floor(context: Context, save: SaveName) -> None:
     floor = read_floor(context.backend)
-    if save.sequence < floor.sequence and str(save) not in floor.live:
+    if is_void(floor, save):
         raise FencedError(f"save {save.nonce} was given up and cleared away while it was being written; save again")

@@ -27,11 +27,15 @@ WORTH_IT = 64
 
 def proposed_sequences(context: Context) -> list[int]:
     """The sequences of all floors proposed and not withdrawn."""
+    return [sequence for _, sequence in _proposals(context)]
+
+
+def _proposals(context: Context) -> list[tuple[str, int]]:
     found = []
     for name in context.backend.list(layout.PROPOSED_FLOORS):
         data = read_optional(context.backend, name)
         if data is not None:
-            found.append(records.decode(data, records.Floor, name).sequence)
+            found.append((name, records.decode(data, records.Floor, name).sequence))
     return found
 
 
@@ -43,7 +47,8 @@ def raise_floor(context: Context, least: int = WORTH_IT) -> int:
     newest = max((save.sequence for save in list_saves(context.backend, layout.SNAPSHOTS)), default=0)
     proposal = layout.proposed_floor(new_nonce())
     proposed = records.Floor(before.number + 1, newest, [])
-    context.backend.put(proposal, records.encode(proposed), durable=False)
+    # Durable: a proposal torn by a power cut could be read by nobody, and no save may begin beside one of those.
+    context.backend.put(proposal, records.encode(proposed))
     try:
         undecided = _undecided(context)
         sequence = min([newest, *(save.sequence for save in undecided)])
@@ -97,4 +102,7 @@ def _delete_void(context: Context, floor: records.Floor) -> int:
     for older in backend.list(layout.FLOORS):
         if older < layout.floor(floor.number):
             backend.delete(older)
+    for name, sequence in _proposals(context):
+        if sequence <= floor.sequence:  # this floor refuses whatever that proposal would; its author may have died
+            backend.delete(name)
     return deleted

@@ -3,8 +3,7 @@
     list packs → list saves, abort those given up → read facts → list commit records → free
 
 A pack is free when the save that wrote it is decided and no live snapshot's closure lists it, or its frames stand in
-other packs now. Each arrow is an order
-that safety rests on; tests switch them off one at a time.
+other packs now. Each arrow is an order that safety rests on; tests switch them off one at a time.
 """
 
 from __future__ import annotations
@@ -89,8 +88,9 @@ def _survey(context: Context, patience: float | None, aborted: list[SaveName]) -
         given_up = Patience(context.cache, context.monotonic, patience).exhausted(announcers)
         aborted += _abort_given_up(context, announcers, given_up, _owners([*packs, *manifests]))
     backend.sync(layout.SNAPSHOTS)
-    history = read_history(context)
+    # In this order: what is decided here is in the history too, so a save that commits between the two stays untouched.
     decided = frozenset(list_saves(backend, layout.SNAPSHOTS))
+    history = read_history(context)
     _refuse_short_listing(context, decided, _owners([*packs, *manifests]))
     needed = _needed_packs(history)
     live = {save for save, _ in history.commits()}

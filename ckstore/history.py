@@ -51,10 +51,11 @@ def parse_marks(names: list[str]) -> Marks:
     relocating, relocated = defaultdict(set), set()
     for name in names:
         try:
-            save = SaveName.parse(name.split("/")[1])
-        except (FormatError, IndexError):
+            _, spelled, fact = name.split("/", 2)
+            save = SaveName.parse(spelled)
+        except (FormatError, ValueError):
             continue
-        kind, _, rest = name.split("/", 2)[2].partition("-")
+        kind, _, rest = fact.partition("-")
         match kind:
             case "condemned":
                 condemned[save].add(rest)
@@ -126,6 +127,11 @@ class History:
             return read_decision(self.context, save)
         except (CorruptionError, FormatError) as error:
             self.damaged[save] = error
+            return None
+        except NotFoundError:
+            # A floor raised since the listing clears void records away; nothing else may.
+            if not is_void(read_floor(self.context.backend), save):
+                raise
             return None
 
     def commits(self, branch: str | None = None) -> Iterator[tuple[SaveName, records.Commit]]:
@@ -199,13 +205,25 @@ def read_epochs(backend: Backend, branch: str | None = None) -> dict[str, dict[i
 
 
 def read_history(context: Context) -> History:
-    """Read facts, then the list of decisions, then the floor below which unlisted decisions are void."""
-    marks = read_marks(context.backend)
-    saves = list_saves(context.backend, layout.SNAPSHOTS)
-    floor = read_floor(context.backend)
-    listed = set(floor.live)
-    saves = [save for save in saves if save.sequence >= floor.sequence or str(save) in listed]
-    return History(context, marks, tuple(saves))
+    """Read facts, then the list of decisions, then the floor below which unlisted decisions are void.
+
+    Where the floor voids something, all is read again: it may have been raised after the listing, which then lacks
+    what was committed in place of what is void.
+    """
+    number = -1
+    while True:
+        marks = read_marks(context.backend)
+        decided = list_saves(context.backend, layout.SNAPSHOTS)
+        floor = read_floor(context.backend)
+        saves = tuple(save for save in decided if not is_void(floor, save))
+        if len(saves) == len(decided) or floor.number == number:
+            return History(context, marks, saves)
+        number = floor.number
+
+
+def is_void(floor: records.Floor, save: SaveName) -> bool:
+    """Whether whatever was decided about `save` counts for nothing."""
+    return save.sequence < floor.sequence and str(save) not in floor.live
 
 
 def list_saves(backend: Backend, prefix: str) -> list[SaveName]:

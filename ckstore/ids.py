@@ -61,7 +61,7 @@ class SaveName:
 
 def check_label(kind: str, text: str) -> str:
     """Validate a branch or tag name: a single path component, safe in every backend and on every command line."""
-    if not isinstance(text, str) or not _LABEL.match(text):
+    if not isinstance(text, str) or not _LABEL.match(text):  # type: ignore[redundant-expr]
         raise InvalidInputError(
             f"{kind} {str(text)[:100]!r} is not a valid name: use 1 to 100 of letters, digits and . _ + = -, "
             "beginning with a letter or digit"

@@ -33,6 +33,7 @@ class Known:
         self._sizes: dict[str, int] = {}
         self._usable: dict[str, bool] = {}
         self._uncovered: dict[bytes, Location] = {}
+        self._tables: list[tuple[SaveName, list[bytes], list[Location]]] = []
         for save in parents:
             self._add(save)
 
@@ -50,6 +51,12 @@ class Known:
         """The recorded size in bytes of a pack that `find` gave."""
         return self._sizes[pack]
 
+    def teach_index(self) -> None:
+        """Let the index know what had to be read from manifests; for after the commit, as it may take a moment."""
+        for save, ids, places in self._tables:
+            self._context.index.add(save, ids, places)
+        self._tables = []
+
     def _add(self, save: SaveName) -> None:
         try:
             commit = read_decision(self._context, save)
@@ -62,10 +69,14 @@ class Known:
             return
 
     def _read_tables(self, save: SaveName, commit: Commit) -> None:
+        ids: list[bytes] = []
+        places: list[Location] = []
         for entry in commit.manifests:
             table = read_manifest(self._context, save, entry)
-            self._uncovered.update(zip(table.ids, table.locations, strict=True))
-            self._context.index.add(save, table.ids, table.locations)
+            ids += table.ids
+            places += table.locations
+        self._uncovered.update(zip(ids, places, strict=True))
+        self._tables.append((save, ids, places))
 
     def _may_use(self, place: Location) -> bool:
         pack = place.pack

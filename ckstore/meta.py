@@ -15,6 +15,8 @@ _MAX_DEPTH = 32
 
 def encode_meta(meta: Mapping[str, Any]) -> bytes:
     """The bytes of `meta`, sorted by key. `InvalidInputError` names what cannot be kept."""
+    if not isinstance(meta, Mapping):
+        raise InvalidInputError(f"meta is a mapping such as {{'loss': 1.5}}, not {type(meta).__name__}")
     _check(meta, "meta", 0)
     try:
         data = msgspec.msgpack.encode(dict(meta), order="deterministic")
@@ -38,7 +40,7 @@ def decode_meta(data: bytes) -> dict[str, Any]:
 def _check(value: Any, path: str, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise InvalidInputError(f"{path[:200]} is nested more than {_MAX_DEPTH} deep")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict) or (depth == 0 and isinstance(value, Mapping)):
         for key, inner in value.items():
             if type(key) is not str:
                 raise InvalidInputError(f"{path} has the key {key!r}: keys of meta are strings")

@@ -1,7 +1,7 @@
 """Which process wrote a record, and whether it is certainly gone.
 
 A process is named by machine, boot, pid namespace, pid and start time. It is *certainly* gone when the machine
-is this one and it has been booted since, or the pid namespace is ours and no such process runs. Anything else is
+is this one and it has been booted since, or boot and pid namespace are ours and no such process runs. Anything else is
 unknown, and only a counter that stands still tells more.
 """
 
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 from blake3 import blake3
+
+PROC = Path("/proc")
 
 
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,27 +28,30 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def token(self) -> str:
-        """A name for this process that fits into an object name."""
-        where = blake3(f"{self.machine} {self.boot} {self.pid_namespace}".encode()).hexdigest()[:16]
-        return f"p{where}-{self.pid}-{self.start}"
+        """A name for this process that fits into an object name, and that `token_is_gone` can judge."""
+        where = (self.machine, _short(self.boot), _short(self.pid_namespace))
+        return f"p{'-'.join(where)}-{self.pid}-{self.start}"
 
     def is_gone(self) -> bool:
         """True only when this process certainly no longer runs."""
-        here = current_owner()
-        if not self.machine or self.machine != here.machine:
-            return False
-        if self.boot != here.boot:
-            return True
-        return self.pid_namespace == here.pid_namespace and _start_of(self.pid) != self.start
+        return token_is_gone(self.token)
 
 
 def token_is_gone(token: str) -> bool:
-    """True only when the process that `Owner.token` named certainly no longer runs (same machine, boot, namespace)."""
-    where, _, rest = token.partition("-")
-    pid, _, start = rest.partition("-")
-    if where != current_owner().token.partition("-")[0] or not pid.isdecimal() or not start.isdecimal():
+    """True only when the process that `Owner.token` named certainly no longer runs."""
+    parts = token.split("-")
+    if len(parts) != 5 or not parts[3].isdecimal() or not parts[4].isdecimal():
         return False
-    return _start_of(int(pid)) != int(start)
+    machine, boot, namespace, pid, start = parts
+    here = current_owner()
+    if boot != _short(here.boot):
+        return bool(here.machine) and machine == f"p{here.machine}"
+    # A boot has a name of its own, so this is the machine even where a container has no name for it.
+    return bool(here.boot) and namespace == _short(here.pid_namespace) and not _may_run(int(pid), int(start))
+
+
+def _short(text: str) -> str:
+    return blake3(text.encode()).hexdigest()[:8]
 
 
 def current_owner() -> Owner:
@@ -74,10 +79,23 @@ def _first_line(path: str) -> str:
         return ""
 
 
+def _may_run(pid: int, start: int) -> bool:
+    """Whether the process `pid` that began at `start` runs, or may run where /proc hides it (hidepid)."""
+    if (PROC / str(pid)).exists():
+        return _start_of(pid) == start
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def _start_of(pid: int) -> int | None:
     """Start time of a running process in clock ticks since boot; None if there is none (a zombie counts as gone)."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = (PROC / str(pid) / "stat").read_bytes()
     except OSError:
         return None
     fields = stat[stat.rfind(b")") + 2 :].split()

@@ -8,7 +8,7 @@ one of them sees the other. Tests switch off each arrow in turn.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckstore import facts, layout, retention
@@ -42,7 +42,7 @@ def prune(context: Context, policy: Retention, branch: str | None = None) -> Rem
     victims = plan_prune(context, policy, branch).drop
     own = condemn(context, victims)
     announcers, tags = list_announcers(context.backend), read_tags(context.backend)
-    plan = _plan(context, read_history(context), policy, branch)
+    plan = _plan(context, read_history(context), policy, branch, own)
     result = Removal(keep=dict(plan.keep))
     for save in victims:
         if save in plan.drop:
@@ -52,14 +52,23 @@ def prune(context: Context, policy: Retention, branch: str | None = None) -> Rem
     return result
 
 
-def drop(context: Context, saves: Collection[SaveName]) -> Removal:
-    """Remove these snapshots, whatever any policy says, unless somebody depends on them or a tag names them."""
+def drop(context: Context, saves: Collection[SaveName], force: bool = False) -> Removal:
+    """Remove these snapshots, whatever any policy says, unless somebody depends on them or a tag names them.
+
+    The last good one of a branch only with `force`. Others that are condemned are as good as gone: two removers at
+    once must not each rely on what the other one takes.
+    """
     context.backend.sync(layout.SNAPSHOTS)
-    condemn(context, saves)
+    own = condemn(context, saves)
     announcers, tags = list_announcers(context.backend), read_tags(context.backend)
+    last = set() if force else _last_of_branches(read_history(context))
     result = Removal()
     for save in saves:
-        _remove_unless_named(context, save, announcers, tags, result)
+        if save in last:
+            context.backend.delete(own[save])
+            result.spared[save] = "the last good snapshot of its branch"
+        else:
+            _remove_unless_named(context, save, announcers, tags, result)
     return result
 
 
@@ -112,13 +121,34 @@ def _best_of_branches(history: History) -> set[SaveName]:
     return {found[0] for found in newest if found is not None}
 
 
-def _plan(context: Context, history: History, policy: Retention, branch: str | None) -> retention.Plan:
-    known = facts_of(history, read_tags(context.backend))
+def _last_of_branches(history: History) -> set[SaveName]:
+    """The good snapshots of branches of which all good ones are condemned."""
+    last: set[SaveName] = set()
+    for branch in history.branches():
+        good = {save for save, _ in history.candidates(branch)}
+        if good <= history.marks.condemned.keys():
+            last |= good
+    return last
+
+
+def _plan(
+    context: Context,
+    history: History,
+    policy: Retention,
+    branch: str | None,
+    own: Mapping[SaveName, str] | None = None,
+) -> retention.Plan:
+    known = facts_of(history, read_tags(context.backend), own or {})
     return retention.plan([one for one in known if branch in (None, one.branch)], policy, context.now())
 
 
-def facts_of(history: History, tags: dict[str, SaveName]) -> list[Facts]:
-    """What retention needs to know of every live snapshot."""
+def facts_of(history: History, tags: dict[str, SaveName], own: Mapping[SaveName, str]) -> list[Facts]:
+    """What retention needs to know of every live snapshot. What is condemned by others than `own` marks (snapshot →
+    name of the mark) does not count as whole: nothing may be removed for its sake."""
+    unsafe = set(history.marks.quarantined)
+    for save, nonces in history.marks.condemned.items():
+        if nonces - {own[save].rpartition("-")[2] if save in own else ""}:
+            unsafe.add(save)
     labels: dict[SaveName, list[str]] = {}
     for label, save in tags.items():
         labels.setdefault(save, []).append(label)
@@ -129,7 +159,7 @@ def facts_of(history: History, tags: dict[str, SaveName]) -> list[Facts]:
             order=order_of(commit),
             step=commit.step,
             created=commit.created,
-            whole=save not in history.marks.quarantined,
+            whole=save not in unsafe,
             fenced=history.is_fenced(commit),
             tags=tuple(sorted(labels.get(save, ()))),
             metrics=_numbers(commit),

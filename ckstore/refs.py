@@ -64,10 +64,19 @@ def candidates(history: History, ref: Ref) -> Iterator[Found]:
 
     `NotFoundError` when there is none, `InvalidInputError` when a name is ambiguous.
     """
+    ref = settle(history, ref)
     if ref.floats:
         yield from _floating(history, ref)
         return
     yield _one(history, ref)
+
+
+def settle(history: History, ref: Ref) -> Ref:
+    """`ref`, or `branch:` of it if it is a bare name that nothing but a branch has: then it floats."""
+    if ref.kind != "bare" or ref.branch or ref.value not in history.branches():
+        return ref
+    others = _by_tag(history, ref) or (_HEX.match(ref.value) and _by_id(history, ref))
+    return ref if others else Ref("branch", ref.value)
 
 
 def _floating(history: History, ref: Ref) -> Iterator[Found]:

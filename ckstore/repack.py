@@ -19,7 +19,7 @@ from ckstore import codec, facts, layout
 from ckstore.announce import announced, list_announcers
 from ckstore.commit import commit, discard
 from ckstore.context import Context
-from ckstore.errors import CkstoreError, CorruptionError
+from ckstore.errors import CkstoreError, CorruptionError, NotFoundError
 from ckstore.floor import proposed_sequences
 from ckstore.format import records
 from ckstore.format.manifest import Location
@@ -33,6 +33,8 @@ from ckstore.relocation import Relocations, mark_name
 
 SPARSE = 0.5
 """A pack with a smaller share of live bytes is repacked."""
+_ROW, _PAGE = 80, 4096
+"""About what a frame adds to a pack's tables, and what a pack's size is a multiple of, in bytes."""
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ def repack(context: Context, sparse: float = SPARSE) -> int:
         save=str(save), branch="repack", step=0, epoch=0, parents=[], owner=current_owner()
     )  # a repack builds on no snapshot: it only reads packs that its own marks keep others from building on
     with announced(context.backend, record):
-        if save.sequence < max([read_floor(context.backend).sequence, *proposed_sequences(context)]):
+        proposed = proposed_sequences(context)  # before the floor, which a withdrawn proposal has become
+        if save.sequence < max([read_floor(context.backend).sequence, *proposed]):
             discard(context, save, "its sequence is below the floor")
             return 0
         try:
@@ -124,7 +127,10 @@ def _uses(context: Context, history: History) -> dict[str, _Use]:
     uses: dict[str, _Use] = {}
     doubtful: set[str] = set()
     moves = Relocations(context, history.marks.relocated)
-    for save, record in history.commits():
+    commits = list(history.commits())
+    if any(save not in history.marks.removed for save in history.damaged):
+        return {}  # a record that cannot be read may need any frame of any pack
+    for save, record in commits:
         try:
             closure = moves.packs(record.packs)
             for entry in record.manifests:
@@ -138,11 +144,20 @@ def _uses(context: Context, history: History) -> dict[str, _Use]:
                     uses.setdefault(place.pack, _Use(size)).frames[place.offset] = (chunk, place)
         except CkstoreError:
             doubtful |= {pack.name for pack in record.packs}
+            with suppress(CkstoreError):
+                doubtful |= {pack.name for pack in moves.packs(record.packs)}
     return {pack: use for pack, use in uses.items() if pack not in doubtful}
 
 
 def _sparse(uses: dict[str, _Use], share: float) -> dict[str, _Use]:
-    return {pack: use for pack, use in uses.items() if use.live_bytes < share * use.size}
+    """The packs to repack; none if what they need would not be smaller by as much in new packs.
+
+    A small pack is mostly padding, which a new one would have again: without this every gc would repack it.
+    """
+    found = {pack: use for pack, use in uses.items() if use.live_bytes < share * use.size}
+    after = sum(use.live_bytes + _ROW * len(use.frames) for use in found.values())
+    before = sum(use.size for use in found.values())
+    return found if -(-(after + _ROW) // _PAGE) * _PAGE <= share * before else {}
 
 
 def _copy(
@@ -157,9 +172,9 @@ def _copy(
         return None, 0
     now = _sparse(_uses(context, read_history(context)), sparse)
     chosen = {pack: now[pack] for pack in victims if pack in now and pack not in wanted}
-    copier = _Copier(context, save)
+    copier = _Copier(context, save, sum(use.live_bytes for use in chosen.values()))
     for pack, use in sorted(chosen.items()):
-        with suppress(CorruptionError):
+        with suppress(CorruptionError, NotFoundError):  # damaged, or freed since it was looked at
             copier.copy(pack, use)
     freed = sum(chosen[pack].size - chosen[pack].live_bytes for pack in chosen if copier.moved_from(pack))
     return copier.finish(), freed
@@ -185,9 +200,10 @@ def _wanted_by_others(context: Context, save: SaveName) -> set[str] | None:
 class _Copier:
     """Writes live frames into new packs and remembers where each went."""
 
-    def __init__(self, context: Context, save: SaveName) -> None:
+    def __init__(self, context: Context, save: SaveName, size_hint: int) -> None:
         self._context = context
         self._save = save
+        self._size_hint = size_hint
         self._packs: list[records.PackRef] = []
         self._open: PackWriter | None = None
         self._open_name = ""
@@ -235,7 +251,7 @@ class _Copier:
     def _writer(self) -> PackWriter:
         if self._open is None:
             self._open_name = layout.pack(self._save, 0, len(self._packs))
-            self._open = PackWriter(self._context.backend, self._open_name)
+            self._open = PackWriter(self._context.backend, self._open_name, min(PACK_SIZE, self._size_hint))
         return self._open
 
     def _close(self) -> None:

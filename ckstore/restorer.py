@@ -12,16 +12,16 @@ from ckstore import facts, layout, refs
 from ckstore.announce import pinned
 from ckstore.context import Context
 from ckstore.errors import (
+    BackendError,
     CkstoreError,
     CkstoreWarning,
     CorruptionError,
     FormatError,
-    InvalidInputError,
     MismatchError,
     NotFoundError,
 )
 from ckstore.format.records import Commit
-from ckstore.history import Marks, read_history
+from ckstore.history import History, Marks, read_history
 from ckstore.ids import SaveName
 from ckstore.opened import Opened, open_commit
 from ckstore.reader import Piece, check_packs, pieces, read_pieces
@@ -82,20 +82,28 @@ def restore_into(context: Context, ref: refs.Ref, target: Any, request: RestoreR
 
     try:
         return _from_best(context, ref, "restore", fill)
-    except (CorruptionError, NotFoundError, MismatchError) as error:
+    except (CorruptionError, NotFoundError, MismatchError, FormatError) as error:
         if touched:
-            what = error.what if isinstance(error, CorruptionError) else str(error)
             raise CorruptionError(
-                f"{what}; no other good snapshot could take its place, so the contents of the target are undefined: "
+                f"{error}; no other good snapshot could take its place, so the contents of the target are undefined: "
                 "restore another snapshot into it before using it"
+            ) from error
+        raise
+    except BackendError as error:
+        if touched:
+            raise BackendError(
+                f"{error}; the contents of the target are undefined: restore into it again before using it",
+                retryable=error.retryable,
             ) from error
         raise
 
 
 def _from_best(context: Context, ref: refs.Ref, purpose: str, read: Callable[[Commit, Marks], T]) -> T:
     """Give `read` the best snapshot that `ref` means; on damage quarantine it and, if the ref floats, try the next."""
-    last: CkstoreError | None = None
-    for save, commit in _resolved(context, ref, lambda: last):
+    failed: dict[SaveName, CkstoreError] = {}
+    history = read_history(context)
+    ref = refs.settle(history, ref)
+    for save, commit in _choices(context, history, ref, failed):
         try:
             with pinned(context.backend, purpose, [save]) as marks:
                 if save in marks.removed:
@@ -105,33 +113,46 @@ def _from_best(context: Context, ref: refs.Ref, purpose: str, read: Callable[[Co
         except _RefusedError as refused:
             raise refused.error from None
         except (CorruptionError, FormatError, NotFoundError) as error:
-            last = _judge(context, save, commit, error)
+            failed[save] = _judge(context, save, commit, error)
             if not ref.floats:
-                raise last from error
+                raise failed[save] from error
             continue
-        if last is not None:
+        if not all(isinstance(why, NotFoundError) for why in failed.values()):
             warnings.warn(f"restored step {commit.step} ({save.nonce}) instead", CkstoreWarning, stacklevel=4)
         return found
-    assert last is not None
-    raise last
+    raise next(reversed(failed.values()))
 
 
-def _resolved(
-    context: Context, ref: refs.Ref, last: Callable[[], CkstoreError | None]
+def _choices(
+    context: Context, history: History, ref: refs.Ref, failed: dict[SaveName, CkstoreError]
 ) -> Iterator[tuple[SaveName, Commit]]:
-    history = read_history(context)
+    """What `ref` may mean, best first, without what failed. One that was removed meanwhile has a newer one in its
+    place: then all is looked up anew."""
+    removed = True
+    while removed:
+        removed = False
+        for save, commit in _resolved(history, ref):
+            if save not in failed:
+                yield save, commit
+                removed = isinstance(failed.get(save), NotFoundError)
+            if removed:
+                history = read_history(context)
+                break
+
+
+def _resolved(history: History, ref: refs.Ref) -> Iterator[tuple[SaveName, Commit]]:
+    """What `ref` may mean, best first, with a warning for every newer record that cannot be read."""
     reported: set[SaveName] = set()
     try:
         for found in refs.candidates(history, ref):
-            _report_unreadable(context, history.damaged, reported)
+            _report_unreadable(history.damaged, reported)
             yield found
     except NotFoundError:
-        _report_unreadable(context, history.damaged, reported)
-        if last() is None:
-            raise
+        _report_unreadable(history.damaged, reported)
+        raise
 
 
-def _report_unreadable(context: Context, damaged: dict[SaveName, Any], reported: set[SaveName]) -> None:
+def _report_unreadable(damaged: dict[SaveName, Any], reported: set[SaveName]) -> None:
     for save in damaged.keys() - reported:
         reported.add(save)
         warnings.warn(f"the record of save {save.nonce} cannot be read and is passed over: {damaged[save]}",
@@ -145,8 +166,6 @@ def _judge(
     history = read_history(context)
     if save in history.marks.removed or save not in history.saves:
         return NotFoundError(f"snapshot {save.nonce} (step {commit.step}) was removed while it was being read")
-    if isinstance(error, MismatchError | InvalidInputError):
-        return error
     found: CkstoreError = error
     if isinstance(error, NotFoundError):
         found = CorruptionError(f"an object that the snapshot needs is missing: {error}", name=layout.snapshot(save))

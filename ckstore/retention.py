@@ -52,13 +52,13 @@ class Retention:
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidInputError(f"{name} is a whole number of 1 or more, not {value!r}")
         within = self.keep_within
-        if within is not None and (not isinstance(within, int | float) or not 0 < within < math.inf):
+        if within is not None and (type(within) not in (int, float) or not 0 < within < math.inf):
             raise InvalidInputError(f"keep_within is a positive time in seconds, not {within!r}")
-        if self.keep_best is not None and (not isinstance(self.keep_best, str) or not self.keep_best):
+        if self.keep_best is not None and not (isinstance(self.keep_best, str) and self.keep_best):  # type: ignore[redundant-expr]
             raise InvalidInputError(f"keep_best names a number in the meta, not {self.keep_best!r}")
         if type(self.keep_tagged) is not bool:
             raise InvalidInputError(f"keep_tagged is true or false, not {self.keep_tagged!r}")
-        if self.keep_last is self.keep_every is self.keep_within is self.keep_best is None:
+        if all(rule is None for rule in (self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             raise InvalidInputError("the policy keeps nothing: set keep_last, keep_every, keep_within or keep_best")
 
 
@@ -93,8 +93,9 @@ def plan(snapshots: Sequence[Facts], policy: Retention, now: float) -> Plan:
     keep: dict[SaveName, tuple[str, ...]] = {}
     for branch in sorted({facts.branch for facts in snapshots}):
         own = sorted((facts for facts in snapshots if facts.branch == branch), key=_age)
+        judge = _Judge(policy, now, [facts for facts in own if facts.whole])
         for facts in own:
-            reasons = _reasons(facts, own, policy, now)
+            reasons = judge.reasons(facts)
             if reasons:
                 keep[facts.save] = reasons
     return Plan(keep, tuple(facts.save for facts in snapshots if facts.save not in keep))
@@ -105,25 +106,35 @@ def _age(facts: Facts) -> tuple[bool, Order]:
     return not facts.fenced, facts.order
 
 
-def _reasons(facts: Facts, own: Sequence[Facts], policy: Retention, now: float) -> tuple[str, ...]:
-    whole = [other for other in own if other.whole]
-    reasons = []
-    if not whole:
-        reasons.append("nothing better")
-    if policy.keep_tagged and facts.tags:
-        reasons.append("tagged " + ", ".join(facts.tags))
-    if facts.whole:
-        if facts is whole[-1]:
-            reasons.append("newest")
-        if policy.keep_last is not None and facts in whole[-policy.keep_last :]:
-            reasons.append(f"last {policy.keep_last}")
-        if policy.keep_every is not None and facts.step % policy.keep_every == 0:
-            reasons.append(f"every {policy.keep_every}")
-        if policy.keep_within is not None and facts.created >= now - policy.keep_within:
-            reasons.append("recent")
-        if policy.keep_best is not None and facts is _best(whole, policy.keep_best):
-            reasons.append(f"best {policy.keep_best}")
-    return tuple(reasons)
+class _Judge:
+    """The rules of a policy over one branch, whose whole snapshots are given oldest first."""
+
+    def __init__(self, policy: Retention, now: float, whole: Sequence[Facts]) -> None:
+        self._policy = policy
+        self._now = now
+        self._newest = whole[-1] if whole else None
+        self._last = {facts.save for facts in whole[-(policy.keep_last or 0) :]} if policy.keep_last else set()
+        self._best = _best(whole, policy.keep_best) if policy.keep_best else None
+
+    def reasons(self, facts: Facts) -> tuple[str, ...]:
+        """The rules that want `facts`."""
+        policy, reasons = self._policy, []
+        if self._newest is None:
+            reasons.append("nothing better")
+        if policy.keep_tagged and facts.tags:
+            reasons.append("tagged " + ", ".join(facts.tags))
+        if facts.whole:
+            if facts is self._newest:
+                reasons.append("newest")
+            if facts.save in self._last:
+                reasons.append(f"last {policy.keep_last}")
+            if policy.keep_every is not None and facts.step % policy.keep_every == 0:
+                reasons.append(f"every {policy.keep_every}")
+            if policy.keep_within is not None and facts.created >= self._now - policy.keep_within:
+                reasons.append("recent")
+            if facts is self._best:
+                reasons.append(f"best {policy.keep_best}")
+        return tuple(reasons)
 
 
 def _best(whole: Sequence[Facts], rule: str) -> Facts | None:

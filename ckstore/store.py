@@ -18,7 +18,7 @@ from ckstore.backend.base import Backend
 from ckstore.backend.url import open_backend
 from ckstore.codec.choose import profile_named
 from ckstore.context import Context
-from ckstore.errors import ConflictError, FormatError, InvalidInputError, NotFoundError
+from ckstore.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
 from ckstore.format import records
 from ckstore.history import read_decision, read_epochs, read_history, read_marks, read_tags
 from ckstore.ids import SaveName, check_label
@@ -26,6 +26,7 @@ from ckstore.index import ChunkIndex
 from ckstore.info import SnapshotInfo, snapshot_infos, state_of
 from ckstore.meta import encode_meta
 from ckstore.process import current_owner
+from ckstore.prune import PruneReport
 from ckstore.reserve import set_aside, spending
 from ckstore.retention import Retention
 from ckstore.state.capture import capture
@@ -147,7 +148,7 @@ class Store:
         no part of the snapshot remains. `UnsupportedTypeError` names what cannot be kept before anything is written.
         """
         labels = _labels(tags)
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:  # type: ignore[redundant-expr]
             raise InvalidInputError(f"step is a whole number, 0 or more, not {step!r}")
         check_label("branch", branch)
         packed_meta = encode_meta({} if meta is None else meta)
@@ -205,8 +206,10 @@ class Store:
             self._refuse_removed(save, marks.removed | marks.condemned.keys())
             record = records.Tag(str(save), self._context.now())
             self._context.backend.put(layout.tag(name), records.encode(record))
-            # A pin that was given up while we stood still no longer holds anybody back.
-            self._refuse_removed(save, read_marks(self._context.backend).removed)
+            # A pin that was given up while we stood still holds nobody back: whoever condemned the snapshot since then
+            # may have looked for tags before this one was there.
+            marks = read_marks(self._context.backend)
+            self._refuse_removed(save, marks.removed | marks.condemned.keys())
         return self._find(f"id:{info.id}")[1]
 
     def untag(self, name: str) -> None:
@@ -232,7 +235,7 @@ class Store:
 
     def prune(
         self, policy: Retention | Mapping[str, Any], *, branch: str | None = None, dry_run: bool = False
-    ) -> prune.PruneReport:
+    ) -> PruneReport:
         """Remove the snapshots that `policy` does not keep, and free what only they needed."""
         checked = Retention.of(policy)
         if dry_run:
@@ -241,11 +244,11 @@ class Store:
             removal = prune.prune(context, checked, branch)
             return prune.report(removal, gc.sweep(context).freed_bytes)
 
-    def drop(self, ref: str | int, *, force: bool = False) -> prune.PruneReport:
+    def drop(self, ref: str | int, *, force: bool = False) -> PruneReport:
         """Remove one snapshot, even one whose record cannot be read. The last good one of a branch only with `force`."""
         save = self._droppable(ref, force)
         with spending(self._context) as context:
-            removal = prune.drop(context, [save])
+            removal = prune.drop(context, [save], force)
             return prune.report(removal, gc.sweep(context).freed_bytes)
 
     def gc(self, dry_run: bool = False, *, patience: float = PATIENCE_SECONDS) -> gc.Sweep:
@@ -279,9 +282,8 @@ class Store:
         _, info = self._find(ref)
         report = self.verify(f"id:{info.id}", mark=False)
         if not report.ok:
-            raise InvalidInputError(
-                f"snapshot {info.id} is still damaged: {report.findings[0].name}: {report.findings[0].what}"
-            )
+            found = report.findings[0]
+            raise CorruptionError(f"{found.what}: snapshot {info.id} stays quarantined", name=found.name, offset=found.offset)
         facts.clear(self._context, self._save_name(info), {"reason": "verified whole"})
         return self._find(f"id:{info.id}")[1]
 
@@ -292,21 +294,37 @@ class Store:
         behind. The number of the epoch.
         """
         check_label("branch", branch)
-        start = self._save_name(self._find(base)[1]) if base is not None else self._newest(branch)
         for _ in range(64):
-            number = max(read_epochs(self._context.backend, branch).get(branch, {}), default=0) + 1
-            record = records.Epoch(
-                branch=branch,
-                number=number,
-                base=str(start) if start else None,
-                base_epoch=self._epoch_of(start) if start else -1,
-                owner=current_owner(),
-            )
-            if self._context.backend.put_if_absent(layout.epoch(branch, number), records.encode(record)):
+            start = self._save_name(self._find(base)[1]) if base is not None else self._newest(branch)
+            # A prune that does not know of the epoch yet must not remove what it goes on from.
+            with pinned(self._context.backend, f"epoch of {branch}", [start] if start else []) as marks:
+                gone = marks.removed | marks.condemned.keys()
+                if start is not None and base is not None:
+                    self._refuse_removed(start, gone)
+                elif start in gone and start != self._newest(branch):
+                    continue
+                number = self._try_epoch(branch, start)
+                if number is None:
+                    continue
+                if start in read_marks(self._context.backend).removed:
+                    raise ConflictError(f"epoch {number} of {branch} is open, but what it goes on from was removed meanwhile")
                 with self._lock:
                     self._epochs[branch] = number
                 return number
         raise ConflictError(f"other runs keep taking over branch {branch}; see which of them should stop")
+
+    def _try_epoch(self, branch: str, start: SaveName | None) -> int | None:
+        """Open the next epoch, going on from `start`; None if another run took its number."""
+        number = max(read_epochs(self._context.backend, branch).get(branch, {}), default=0) + 1
+        record = records.Epoch(
+            branch=branch,
+            number=number,
+            base=str(start) if start else None,
+            base_epoch=self._epoch_of(start) if start else -1,
+            owner=current_owner(),
+        )
+        created = self._context.backend.put_if_absent(layout.epoch(branch, number), records.encode(record))
+        return number if created else None
 
     def _newest(self, branch: str) -> SaveName | None:
         found = next(read_history(self._context).candidates(branch), None)
@@ -331,7 +349,8 @@ class Store:
         history = read_history(self._context)
         parsed = refs.parse(ref)
         unread = [save for save in history.saves if history.decision(save) is None and save not in history.marks.removed]
-        broken = [save for save in unread if parsed.kind in ("id", "bare") and save.nonce.startswith(parsed.value)]
+        named = parsed.kind in ("id", "bare") and len(parsed.value) >= 4
+        broken = [save for save in unread if named and save.nonce.startswith(parsed.value)]
         if len(broken) == 1:
             return broken[0]
         save, commit = next(refs.candidates(history, parsed))

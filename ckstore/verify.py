@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckstore import facts, layout
 from ckstore.announce import list_announcers, pinned
+from ckstore.backend.base import Backend
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
 from ckstore.format.manifest import Location
-from ckstore.history import History, read_epochs, read_floor, read_history, read_tags
+from ckstore.history import History, Marks, read_epochs, read_floor, read_history, read_marks, read_optional, read_tags
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.opened import Opened, open_manifest
@@ -23,6 +24,9 @@ from ckstore.state.build import allocate
 
 Progress = Callable[[int, int], None]
 """Called with bytes checked so far and bytes to check in all."""
+
+_PASSING = ("condemned-", "relocating-")
+"""Marks whose name says all and whose bytes a power cut may damage: they are put for visibility only."""
 
 T = TypeVar("T")
 
@@ -84,16 +88,23 @@ class Verifier:
         history = read_history(self._context)
         subjects = [_Subject(save, commit) for save, commit in history.commits() if only in (None, save)]
         with pinned(self._context.backend, "verify", [subject.save for subject in subjects]) as marks:
-            subjects = [subject for subject in subjects if subject.save not in marks.removed]
-            self._relocated = marks.relocated
-            self._check_manifests(subjects)
-            self._check_packs(subjects)
-            if only is None:
-                self._check_small_records(history)
-            self._report.snapshots = len(subjects)
+            while True:
+                subjects = [_Subject(one.save, one.commit) for one in subjects if one.save not in marks.removed]
+                self._check_all(history, subjects, marks, whole_store=only is None)
+                before, marks = marks, read_marks(self._context.backend)
+                if self._report.ok or not _moved(before, marks, subjects):
+                    break
             if self._mark:
                 self._set_aside(subjects)
         return self._report
+
+    def _check_all(self, history: History, subjects: list[_Subject], marks: Marks, *, whole_store: bool) -> None:
+        self._report = VerifyReport(snapshots=len(subjects))
+        self._relocated = marks.relocated
+        self._check_manifests(subjects)
+        self._check_packs(subjects)
+        if whole_store:
+            self._check_small_records(history)
 
     def _check_manifests(self, subjects: list[_Subject]) -> None:
         for subject in subjects:
@@ -176,7 +187,8 @@ class Verifier:
             self._try(name, lambda n=name: _read(backend, n, records.Tag), [])  # type: ignore[misc]
         for name in backend.list(layout.MARKS):
             kind = records.Damage if "/damaged-" in name else records.Mark
-            self._try(name, lambda n=name, k=kind: _read(backend, n, k), [])  # type: ignore[misc]
+            if not name.rpartition("/")[2].startswith(_PASSING):
+                self._try(name, lambda n=name, k=kind: _read(backend, n, k), [])  # type: ignore[misc]
         self._try(layout.EPOCHS, lambda: read_epochs(backend), [])
         self._try(layout.FLOORS, lambda: read_floor(backend), [])
         self._try(layout.TAGS, lambda: read_tags(backend), [])
@@ -213,6 +225,11 @@ class Verifier:
                     self._report.quarantined.append(subject.save.nonce)
 
 
+def _moved(before: Marks, after: Marks, subjects: list[_Subject]) -> bool:
+    """Whether something seen as damage may be the work of a repack or a removal meanwhile."""
+    return before.relocated != after.relocated or any(subject.save in after.removed for subject in subjects)
+
+
 def _rows_in(opened: Opened, pack: str) -> Iterable[tuple[int, int, str]]:
     """Row, plain size and path of every chunk that the manifest places in `pack`."""
     manifest = opened.manifest
@@ -222,5 +239,7 @@ def _rows_in(opened: Opened, pack: str) -> Iterable[tuple[int, int, str]]:
                 yield row, manifest.plain_size(blob, index), opened.paths.get(blob, "")
 
 
-def _read(backend: Any, name: str, kind: type[T]) -> T:
-    return records.decode(backend.get(name, limit=records.MAX_RECORD), kind, name)
+def _read(backend: Backend, name: str, kind: type[T]) -> T | None:
+    """A small record, checked; None if it was withdrawn since it was listed."""
+    data = read_optional(backend, name)
+    return None if data is None else records.decode(data, kind, name)

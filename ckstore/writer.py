@@ -18,7 +18,7 @@ from ckstore.codec import Choice
 from ckstore.codec.choose import choose, sample_of
 from ckstore.commit import check_epoch, commit, discard
 from ckstore.context import Context
-from ckstore.errors import ConflictError
+from ckstore.errors import BackendError, ConflictError
 from ckstore.floor import proposed_sequences
 from ckstore.format import manifest, records
 from ckstore.format.manifest import Location
@@ -35,6 +35,8 @@ INLINE_BYTES = 64 << 10
 """A manifest up to this size stands inside the commit record."""
 WORKERS = min(4, os.cpu_count() or 1)
 _MOST_PARENTS = 8
+_MOST_LOOKED_AT = 64
+"""Records among which other branches' newest are looked for: a save must not cost more the older the store is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,15 @@ def save(context: Context, captured: Captured, request: SaveRequest) -> records.
                 continue
             known = Known(context, () if request.full else under.parents, under.marks)
             try:
-                record = _write(context, captured, request, announcement, known, started)
+                record, ids, places = _write(context, captured, request, announcement, known, started)
                 check_epoch(context, request.branch, announcement.epoch)
             except BaseException as error:
                 discard(context, name, f"{type(error).__name__}: {error}")
                 raise
             commit(context, record)
             _set_tags(context, name, request.tags)
+        context.index.add(name, ids, places)
+        known.teach_index()
         return record
     raise ConflictError("gc kept clearing away the names chosen for this save; try again")
 
@@ -93,20 +97,22 @@ def _announcement(context: Context, history: History, request: SaveRequest) -> r
 
 def _parents(history: History, branch: str) -> list[SaveName]:
     """The newest good snapshot of the branch first, then the newest of other branches: what a save may resemble."""
+    unsafe = history.marks.quarantined | history.marks.condemned.keys()
     newest: dict[str, SaveName] = {}
-    for save, record in history.commits():
-        if len(newest) == _MOST_PARENTS:
+    for looked_at, (save, record) in enumerate(history.commits()):
+        if looked_at >= _MOST_LOOKED_AT and branch in newest:
             break
-        if record.branch in newest or save in history.marks.quarantined or save in history.marks.condemned:
-            continue
-        if not history.is_fenced(record):
-            newest[record.branch] = save
+        if save not in unsafe and not history.is_fenced(record):
+            newest.setdefault(record.branch, save)
     own = newest.pop(branch, None)
-    return ([own] if own else []) + sorted(newest.values(), reverse=True)
+    others = sorted(newest.values(), reverse=True)[: _MOST_PARENTS - 1]
+    return ([own] if own else []) + others
 
 
 def _is_below_floor(context: Context, save: SaveName) -> bool:
-    return save.sequence < max([read_floor(context.backend).sequence, *proposed_sequences(context)])
+    # Proposals first: one that is withdrawn meanwhile has become the floor.
+    proposed = proposed_sequences(context)
+    return save.sequence < max([read_floor(context.backend).sequence, *proposed])
 
 
 def _write(
@@ -116,8 +122,8 @@ def _write(
     announcement: records.Announcement,
     known: Known,
     started: float,
-) -> records.Commit:
-    """Write packs and manifest, and give the commit record that is to be created."""
+) -> tuple[records.Commit, list[bytes], list[Location]]:
+    """Write packs and manifest; the commit record that is to be created, and every chunk with its place."""
     name = SaveName.parse(announcement.save)
     chunks = ChunkWriter(context, name, rank=0, known=known)
     ids = chunks.write(captured.blobs)
@@ -125,7 +131,7 @@ def _write(
     sizes = [blob.nbytes for blob in captured.blobs]
     content = manifest.encode_content(captured.tree, sizes, context.config.chunk_size, ids)
     entry = _put_manifest(context, name, manifest.encode(name, 0, content, captured.order, places))
-    return records.Commit(
+    record = records.Commit(
         save=str(name),
         branch=request.branch,
         epoch=announcement.epoch,
@@ -141,6 +147,7 @@ def _write(
         meta=request.meta,
         seconds=context.monotonic() - started,
     )
+    return record, ids, places
 
 
 def _put_manifest(context: Context, save: SaveName, data: bytes) -> records.ManifestRef:
@@ -152,7 +159,12 @@ def _put_manifest(context: Context, save: SaveName, data: bytes) -> records.Mani
 
 def _set_tags(context: Context, save: SaveName, tags: Iterable[str]) -> None:
     for label in tags:
-        context.backend.put(layout.tag(label), records.encode(records.Tag(str(save), context.now())))
+        try:
+            context.backend.put(layout.tag(label), records.encode(records.Tag(str(save), context.now())))
+        except BackendError as error:
+            raise BackendError(
+                f"snapshot {save.nonce} is saved, but could not be tagged {label!r}: {error}", retryable=error.retryable
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +190,12 @@ class ChunkWriter:
         self._claimed: set[bytes] = set()
         self._lock = threading.Lock()
         self._open: PackWriter | None = None
+        self._to_place = 0
 
     def write(self, blobs: Iterable[Blob]) -> list[bytes]:
         """Store every chunk of `blobs`, durably; their ids in order. `locations` then knows each."""
+        blobs = tuple(blobs)
+        self._to_place = sum(blob.nbytes for blob in blobs)
         ids: list[bytes] = []
         pending: deque[Future[_Prepared]] = deque()
         try:
@@ -224,10 +239,12 @@ class ChunkWriter:
         elif chunk.encoded is not None:
             if self._open is None:
                 name = layout.pack(self._save, self._rank, len(self.packs))
-                self._open = PackWriter(self._context.backend, name)
+                # No more room is set aside than may be needed: a small save fits onto a nearly full disk.
+                self._open = PackWriter(self._context.backend, name, min(PACK_BYTES, self._to_place))
             self.locations[chunk.id] = self._open.append(chunk.id, chunk.plain, chunk.encoded)
             if self._open.size >= PACK_BYTES:
                 self._close_pack()
+        self._to_place -= chunk.plain
         return chunk.id
 
     def _close_pack(self) -> None:

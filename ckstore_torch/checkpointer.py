@@ -64,7 +64,10 @@ class Checkpointer:
         self._owns_store = isinstance(store, str | os.PathLike)
         self.store = ckstore.open(store, create=True) if isinstance(store, str | os.PathLike) else store
         self._epoch: int | None = None
+        self._resumed_at = 0
         self._done = 0
+        self._first = True
+        self._tidied = False
 
     def resume(self) -> int:
         """Take over the branch, restore its newest good snapshot, and say how many steps are done: 0 for a new run.
@@ -75,25 +78,26 @@ class Checkpointer:
         """
         # Fence first: after that nobody can add a snapshot newer than the one that is read here.
         self._epoch = self.store.open_epoch(self._branch)
-        self._done = 0
-        if self.store.snapshots(branch=self._branch):
+        self._resumed_at = 0
+        # Snapshots that are all damaged are no reason to start over: restoring then fails.
+        if any(info.state not in ("fenced", "condemned") for info in self.store.snapshots(branch=self._branch)):
             saved = self.store.restore(f"branch:{self._branch}")
             self._state.restore(saved)
-            self._done = int(saved["step"])
+            self._resumed_at = int(saved["step"])
+        self._done, self._first = self._resumed_at, True
         return self._done
 
     def step(self, n: int, **metrics: Any) -> SnapshotInfo | None:
         """Say that `n` steps are done; saves, and returns the snapshot, when that is due."""
-        if type(n) is not int or n <= self._done:
+        if type(n) is not int or n < 0 or (self._first and n <= self._resumed_at):
+            # Counting from 0 would save the outcome of step n under the number that a resume trains again.
             raise InvalidInputError(
-                f"step({n!r}) after {self._done} steps done: step takes how many steps are done, which grows; "
-                "in `for n in range(checkpointer.resume(), steps)` call step(n + 1), or save(n) to save a step again"
+                f"step({n!r}) when {self._resumed_at} were done: step takes how many steps are done; "
+                "in `for n in range(checkpointer.resume(), steps)` call step(n + 1)"
             )
-        # Not `n % save_every`: a loop that counts several steps at once must not miss its turn.
-        due = self._save_every is not None and n // self._save_every > self._done // self._save_every
-        if due:
+        if self._is_due(n):
             return self.save(n, **metrics)
-        self._done = n
+        self._done, self._first = n, False
         return None
 
     def save(self, n: int, **metrics: Any) -> SnapshotInfo:
@@ -106,7 +110,7 @@ class Checkpointer:
         full = self._full_every is not None and n % self._full_every == 0
         state = self._state.capture(n, numbers_only)
         info = self.store.save(state, step=n, branch=self._branch, meta=numbers_only, full=full)
-        self._done = n
+        self._done, self._first = n, self._first and n <= self._resumed_at
         self._prune()
         return info
 
@@ -123,13 +127,20 @@ class Checkpointer:
     ) -> None:
         self.close()
 
+    def _is_due(self, n: int) -> bool:
+        """Whether a multiple of `save_every` was passed since the last turn, however many steps that counted."""
+        before = n - 1 if n < self._done else self._done  # smaller: the caller went back to an earlier state
+        return self._save_every is not None and n // self._save_every > before // self._save_every
+
     def _prune(self) -> None:
         """Drop what `keep` does not want. A failure is logged: the save stands, and the next one prunes again."""
         if self._keep is None:
             return
         try:
             self.store.prune(self._keep, branch=self._branch)
-            self.store.gc()
+            if not self._tidied:
+                self.store.gc()  # what an earlier run left when it was killed
+                self._tidied = True
         except (CkstoreError, OSError) as error:
             _log.warning("snapshot saved, but pruning failed: %s", error)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ckstore.errors import FormatError
-from ckstore.state.nodes import PARAMETER, REQUIRES_GRAD, Composite
+from ckstore.state.nodes import PARAMETER, REQUIRES_GRAD, Array, Composite
 from ckstore.state.plugin import Composed, RefusedError
 from ckstore_torch.strided import dtype_name, dtype_of, flags_of, set_view, with_flags
 
@@ -77,6 +77,33 @@ def compose(node: Composite, parts: Mapping[str, object]) -> torch.Tensor:
             return maker(node, tensors)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise FormatError(f"the parts of a {node.kind} tensor do not make one") from error
+
+
+def why_not_fill(
+    node: Composite, parts: Mapping[str, Array], found: Composed | None, target: torch.Tensor
+) -> str | None:
+    """Why the composite `node` cannot be copied into `target`, taken apart as `found`; None when it can."""
+    if found is None or found.kind != node.kind:
+        kind = f"tensor of layout {target.layout}" if found is None else f"{found.kind} tensor"
+        return f"a {node.kind} tensor in the snapshot, a {kind} in the target"
+    quantised = node.kind in ("quantised", "quantised_channels")
+    same_head = node.fields[:3] == found.fields[:3] if quantised else node.fields[:1] == found.fields[:1]
+    if not same_head:
+        return f"{node.kind} of {node.fields[: 3 if quantised else 1]} in the snapshot, {found.fields} in the target"
+    for name, leaf in parts.items():
+        part = found.parts[name]
+        assert isinstance(part, torch.Tensor)
+        if dtype_name(part.dtype) != leaf.dtype:
+            return f"{name} of dtype {leaf.dtype} in the snapshot, {part.dtype} in the target"
+        # Sparse COO tensors take any number of elements, but not another number of sparse dimensions.
+        mine, theirs = leaf.view.shape, tuple(part.shape)
+        if node.kind == "sparse_coo":
+            mine, theirs = (mine[:1], theirs[:1]) if name == "indices" else (mine[1:], theirs[1:])
+        if mine != theirs:
+            return f"{name} of shape {leaf.view.shape} in the snapshot, {tuple(part.shape)} in the target"
+    if quantised and node.kind == "quantised_channels" and node.fields[3] != found.fields[3]:
+        return f"channels along axis {node.fields[3]} in the snapshot, {found.fields[3]} in the target"
+    return None
 
 
 def _take_coo(tensor: torch.Tensor, flags: int) -> Composed:

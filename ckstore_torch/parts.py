@@ -6,6 +6,7 @@ that would make `load` fail or load the wrong thing; after a comparison without 
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -113,7 +114,7 @@ class LoaderPart(StatefulPart):
 
 
 class ValuePart:
-    """A tensor, an array, a dict or a list, filled in place."""
+    """A tensor, an array or a container, filled in place."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -124,8 +125,9 @@ class ValuePart:
     def compare(self, saved: Any, path: str, found: Differences) -> None:
         if isinstance(self.value, torch.Tensor | np.ndarray):
             found.tensors(self.value, saved, path)
-        elif type(self.value) is not type(saved):
-            found.mismatched.append((path, f"{type(self.value).__name__} here, {type(saved).__name__} in the snapshot"))
+        elif type(self.value) is not type(from_plain(saved)):
+            there = type(from_plain(saved)).__name__
+            found.mismatched.append((path, f"{type(self.value).__name__} here, {there} in the snapshot"))
 
     def load(self, saved: Any) -> None:
         if isinstance(self.value, torch.Tensor):
@@ -133,11 +135,10 @@ class ValuePart:
                 self.value.copy_(saved)
         elif isinstance(self.value, np.ndarray):
             np.copyto(self.value, saved)
-        elif isinstance(self.value, dict):
-            self.value.clear()
-            self.value.update(from_plain(saved))
         else:
-            self.value[:] = from_plain(saved)
+            self.value.clear()
+            fill = self.value.extend if isinstance(self.value, list | deque) else self.value.update
+            fill(from_plain(saved))
 
 
 def part_of(name: str, value: object) -> Part:
@@ -146,11 +147,11 @@ def part_of(name: str, value: object) -> Part:
         return ModulePart(value)
     if isinstance(value, Stateful) and not isinstance(value, type):
         return StatefulPart(value, typed=False)
-    if isinstance(value, torch.Tensor | np.ndarray | dict | list):
+    if isinstance(value, torch.Tensor | np.ndarray) or type(value) in (dict, OrderedDict, Counter, list, deque, set):
         return ValuePart(value)
     raise InvalidInputError(
         f"extra {name!r} of type {type(value).__name__} cannot be restored in place: give an object with state_dict "
-        "and load_state_dict, a tensor, an array, a dict, a list or a random number generator"
+        "and load_state_dict, a tensor, an array, a dict, list, deque, set or Counter, or a random number generator"
     )
 
 

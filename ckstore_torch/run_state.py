@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckstore.errors import InvalidInputError
+from ckstore.errors import FormatError, InvalidInputError
 from ckstore_torch import rng
 from ckstore_torch.optimizers import Names, OptimizerPart
 from ckstore_torch.parts import Differences, LoaderPart, ModulePart, Part, Stateful, StatefulPart, part_of, unwrapped
@@ -103,13 +103,14 @@ class RunState:
         if saved["layout"] != LAYOUT:
             raise InvalidInputError(f"the snapshot has run layout {saved['layout']}; this version knows {LAYOUT}")
         found = Differences()
-        for role in found.keys(
-            {role: parts for role, parts in self._parts.items() if parts},
-            {role: saved[role] for role in self._parts if role in saved},
-            "",
-        ):
-            self._compare_role(role, saved, found)
-        found.mismatched += [("rng", reason) for reason in rng.differences(saved["rng"], self._generators)]
+        here = {role: parts for role, parts in self._parts.items() if parts}
+        there = {role: saved[role] for role in self._parts if role in saved}
+        try:
+            for role in found.keys(here, there, ""):
+                self._compare_role(role, saved, found)
+            found.mismatched += [("rng", reason) for reason in rng.differences(saved["rng"], self._generators)]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"the snapshot says that it has run layout {LAYOUT} and is not built like it") from error
         found.raise_if_any()
 
     def _compare_role(self, role: str, saved: dict[str, Any], found: Differences) -> None:

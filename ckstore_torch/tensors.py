@@ -12,6 +12,7 @@ import torch
 from ckstore.errors import FormatError
 from ckstore.state.nodes import Array, Composite, Foreign
 from ckstore.state.plugin import Composed, Described, RefusedError
+from ckstore.state.torch_types import ITEMSIZE
 from ckstore.state.views import Bytes
 from ckstore_torch import composites, strided
 
@@ -56,6 +57,44 @@ class TorchPlugin:
             return torch.device(str(node.value))
         except RuntimeError as error:
             raise FormatError(f"this torch has no device {str(node.value)[:80]!r}") from error
+
+    def is_value(self, value: object) -> bool:
+        """Whether `value` is a torch.Size, dtype or device."""
+        return type(value) is torch.Size or isinstance(value, torch.dtype | torch.device)
+
+    def why_not_copy(self, dtype: str, target: object) -> str | None:
+        """Why elements of `dtype` cannot become those of `target`, found by trying with one."""
+        assert isinstance(target, torch.Tensor)
+        source = torch.zeros(1, dtype=torch.uint8).expand(16)[: ITEMSIZE[dtype]].clone().view(strided.dtype_of(dtype))
+        if not torch.can_cast(source.dtype, target.dtype):
+            return f"dtype {dtype} cannot be cast to {target.dtype}"
+        try:
+            target.detach().new_empty(1).copy_(source)
+        except (RuntimeError, NotImplementedError):
+            return f"torch cannot copy {dtype} to {strided.dtype_name(target.dtype)} on {target.device}"
+        return None
+
+    def why_not_fill(self, node: Composite, parts: Mapping[str, Array], target: object) -> str | None:
+        """Why a sparse or quantised tensor cannot be copied into `target`."""
+        if not isinstance(target, torch.Tensor):
+            return f"a {node.kind} tensor in the snapshot, a {type(target).__name__} in the target"
+        try:
+            _refuse(target)
+            found = composites.describe(target)
+        except RefusedError as error:
+            return f"the target cannot be filled: {error}"
+        return composites.why_not_fill(node, parts, found, target)
+
+    def copy(self, source: object, target: object) -> None:
+        """Copy values into `target`, converting them; gradients are not recorded."""
+        assert isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor)
+        with torch.no_grad():
+            target.copy_(source)
+
+    def touched(self, target: object) -> None:
+        """Let autograd notice that the memory of `target` was written to."""
+        if isinstance(target, torch.Tensor) and not target.is_inference():
+            torch.autograd.graph.increment_version(target)
 
 
 def _refuse(tensor: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Files on their way to becoming objects: written under `tmp/<owner>/`, swept when their owner is surely done.
 
-The owner is the save that the object belongs to, whose decision frees its temporaries, or else this process.
+`<owner>` is `<save>+<process>` where the object belongs to a save, else `<process>`. The save's decision frees them, or
+the certain end of the process: a crash may leave temporaries of a save of which nothing else is left to be decided.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Temporaries:
     def create(self, name: str, size_hint: int) -> Temporary:
         """A new temporary for the object `name`."""
         save = layout.owning_save(name)
-        directory = f"{self._root}/{save or current_owner().token}"
+        token = current_owner().token
+        directory = f"{self._root}/{save}+{token}" if save else f"{self._root}/{token}"
         for _ in range(ATTEMPTS):
             path = f"{directory}/{new_nonce()}"
             try:
@@ -136,18 +138,35 @@ class Temporaries:
         raise BackendError(f"cannot make a file in {directory}: it vanishes as fast as it is made", retryable=True)
 
     def sweep(self, decided: set[str]) -> int:
-        """Delete what belongs to a save in `decided` or to a process that is gone; the bytes freed."""
+        """Delete what belongs to a save in `decided` or to a process that is gone; the bytes freed.
+
+        What cannot be deleted does not keep the rest from going; the first such error is raised at the end.
+        """
         freed = 0
-        for entry in self._entries(self._root):
-            directory = f"{self._root}/{entry}"
-            if entry in decided or token_is_gone(entry):
-                freed += sum(self._remove(f"{directory}/{name}") for name in self._entries(directory))
+        failure: OSError | None = None
+        for owner in self._entries(self._root):
+            directory = f"{self._root}/{owner}"
+            save, _, token = owner.rpartition("+")
+            if (save or owner) in decided or token_is_gone(token):
+                for name in self._entries(directory):
+                    try:
+                        freed += self._remove(f"{directory}/{name}")
+                    except OSError as error:
+                        failure = failure or error
             self._drop_if_empty(directory)
+        if failure is not None:
+            raise failure
         return freed
 
     def drop_own(self) -> None:
-        """Remove this process's directory if it is empty."""
-        self._drop_if_empty(f"{self._root}/{current_owner().token}")
+        """Remove this process's directories as far as they are empty; what fails is left to a sweep."""
+        try:
+            owners = self._entries(self._root)
+        except OSError:
+            return
+        for owner in owners:
+            if owner.rpartition("+")[2] == current_owner().token:
+                self._drop_if_empty(f"{self._root}/{owner}")
 
     def _entries(self, directory: str) -> list[str]:
         try:

@@ -15,6 +15,7 @@ from ckstore.errors import (
 OK = 0
 FOUND = 1
 USAGE = 2
+CONFLICT = 6
 INTERRUPTED = 130
 BUG = 70
 
@@ -24,8 +25,8 @@ _OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
     (NotFoundError, 3),
     (CorruptionError, 4),
     (BackendError, 5),
-    (ConflictError, 6),
-    (FencedError, 6),
+    (ConflictError, CONFLICT),
+    (FencedError, CONFLICT),
     (FormatError, 7),
     (OSError, 5),
 )
@@ -37,7 +38,7 @@ MEANING = {
     3: "no such store, snapshot, tag or branch",
     4: "stored bytes are damaged",
     5: "the storage refused or failed, or is full",
-    6: "somebody else decided first, or took over",
+    CONFLICT: "somebody else decided first or took over, or the snapshot is in use",
     7: "not a store, or one that needs a newer ckstore",
     BUG: "a fault in ckstore itself; please report it",
     INTERRUPTED: "interrupted",

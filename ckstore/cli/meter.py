@@ -18,15 +18,14 @@ DELAY_SECONDS = 1.0
 
 
 class Meter:
-    """A bar that shows up once `delay` seconds have passed, and goes when the block ends. Call it with (done, total).
+    """A bar that shows up when a second has passed, and goes when the block ends. Call it with (done, total).
 
     Without a console it shows nothing. Until it is called it shows that something goes on, and for how long.
     """
 
-    def __init__(self, label: str, console: Console | None, delay: float = DELAY_SECONDS) -> None:
+    def __init__(self, label: str, console: Console | None) -> None:
         self._label = label
         self._console = console
-        self._delay = delay
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._done, self._total = 0, 0
@@ -43,7 +42,7 @@ class Meter:
     def __enter__(self) -> Meter:
         self._started = time.monotonic()
         if self._console is not None:
-            self._timer = threading.Timer(self._delay, self._appear)
+            self._timer = threading.Timer(DELAY_SECONDS, self._appear)
             self._timer.daemon = True
             self._timer.start()
         return self

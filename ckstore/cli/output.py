@@ -34,7 +34,7 @@ def page() -> Console:
 
 
 def write_document(document: Mapping[str, Any]) -> None:
-    """Write one JSON document to stdout: ASCII, and NaN and infinities as the strings "NaN", "Infinity", "-Infinity"."""
+    """Write one JSON document to stdout, in ASCII. NaN and infinities are the strings NaN, Infinity, -Infinity."""
     text = json.dumps(_finite(document), indent=2, allow_nan=False)
     try:
         sys.stdout.write(text + "\n")
@@ -69,8 +69,10 @@ def write_traceback(error: BaseException) -> None:
 
 def make_writable() -> None:
     """Let stdout and stderr show a character that their encoding lacks as an escape, not as a crash."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
+        reconfigure = getattr(getattr(sys, name), "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
 
@@ -78,8 +80,7 @@ def make_writable() -> None:
 def close_stdout() -> None:
     """Write out what is left; what cannot be written is dropped, or the interpreter would complain at its end."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         _discard_stdout()
 

@@ -73,11 +73,11 @@ def _pays(probe: Bytes, level: int) -> bool:
 def _split(param: int, stored: memoryview, count: int, tail: int) -> tuple[list[tuple[int, memoryview]], memoryview]:
     """The planes as (flag, bytes) and the tail; every length is checked before anything is decoded."""
     start = param * _PLANE.size
-    if len(stored) < start or count == 0:
+    if len(stored) < start:
         raise CorruptionError("too few bytes for the planes of a chunk")
     pieces = []
     for flag, length in _PLANE.iter_unpack(stored[:start]):
-        if flag not in (_RAW, _ZSTD) or length > len(stored) - start or (flag == _RAW and length != count):
+        if flag not in (_RAW, _ZSTD) or (flag == _RAW and length != count):
             raise CorruptionError(f"a plane of kind {flag} and {length} bytes cannot stand here")
         pieces.append((flag, stored[start : start + length]))
         start += length

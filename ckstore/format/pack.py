@@ -112,7 +112,7 @@ class FrameTable:
         return Location(self.pack, frame.offset, frame.stored, frame.codec, frame.param)
 
 
-def check_of(stored: bytes | memoryview) -> bytes:
+def check_of(stored: bytes | bytearray | memoryview) -> bytes:
     """The check of a frame's stored bytes."""
     return digest(stored)[:CHECK_BYTES]
 
@@ -139,7 +139,7 @@ def encode_end(footer: bytes, offset: int) -> bytes:
     return bytes(size - TRAILER_SIZE - offset - len(footer)) + head + digest(head + footer)
 
 
-def check_header(data: bytes | memoryview, pack: str) -> None:
+def check_header(data: bytes | bytearray | memoryview, pack: str) -> None:
     """Check the first 64 bytes of a pack."""
     magic, version = _HEADER.unpack(data)
     if magic != _MAGIC:
@@ -161,7 +161,7 @@ def decode_trailer(data: bytes, pack: str, size: int) -> Trailer:
     return Trailer(offset, length, size, bytes(data))
 
 
-def decode_footer(data: bytes | memoryview, trailer: Trailer, pack: str) -> FrameTable:
+def decode_footer(data: bytes | bytearray | memoryview, trailer: Trailer, pack: str) -> FrameTable:
     """Read the footer that `trailer` points at, and check trailer and table."""
     head, found = trailer.raw[: _TRAILER.size], trailer.raw[_TRAILER.size :]
     if digest(head + bytes(data)) != found:

@@ -169,7 +169,7 @@ def describe(array: NDArray[Any]) -> tuple[View, Memory]:
 def encode_scalar(value: np.generic) -> tuple[object, bytes] | None:
     """dtype and bytes of a scalar, padding cleared; None when its dtype cannot be kept."""
     if type(value) is np.str_:
-        return "<U", str(value).encode("utf-8", "surrogatepass")
+        return "<U", value[:].encode("utf-8", "surrogatepass")  # str() would drop trailing NULs
     if type(value) is np.bytes_:
         return "|S", bytes(value)
     dtype = encode_dtype(value.dtype)

@@ -209,16 +209,14 @@ class _Walk:
         self.nodes.append(leaf)
 
 
-def _source(
-    path: Path, view: View, memory: Memory, hint: tuple[str, int], dtype: str, mask: Bytes | None
-) -> Source:
-    names = [step for step in path if type(step) is str]
+def _source(path: Path, view: View, memory: Memory, hint: tuple[str, int], dtype: str, mask: Bytes | None) -> Source:
+    names = [step for step in path if isinstance(step, str) and type(step) is str]
+    # A state that is one flat dict has no parts to be kept apart.
+    first = names[0] if len(path) > 1 and names and path[0] is names[0] else ""
     last = names[-1].rpartition(".")[2] if names else ""
-    return Source(view, memory, *hint, mask, (spell(path[:1]), last, dtype), spell(path))
+    return Source(view, memory, *hint, mask, (first, last, dtype), spell(path))
 
 
 def _name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-

@@ -116,7 +116,10 @@ def composite(kind: str, plain: list[object], parts: list[object]) -> Composite:
 
 def foreign(kind: str, value: object) -> Foreign:
     if kind == "size":
-        return Foreign(kind, list(_integers(value)))
+        sizes = _integers(value)
+        if any(abs(n) >= _MAX_ELEMENTS for n in sizes):
+            raise FormatError(f"an impossible size: {str(sizes)[:200]}")
+        return Foreign(kind, list(sizes))
     if kind not in ("dtype", "device") or not isinstance(value, str):
         raise FormatError(f"an unknown value of kind {kind[:80]!r}")
     return Foreign(kind, value)

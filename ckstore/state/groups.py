@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -26,12 +27,6 @@ class Source:
     label: tuple[str, str, str]
     path: str
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """Addresses of the first and last-plus-one byte."""
-        lo, hi = self.view.extent()
-        return self.memory.address + lo, self.memory.address + hi
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -43,15 +38,31 @@ class Group:
     size: int
 
 
+class Seen(Protocol):
+    """Anything that is a view of memory."""
+
+    @property
+    def view(self) -> View: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+
+def span_of(seen: Seen) -> tuple[int, int]:
+    """Addresses of the first and last-plus-one byte."""
+    lo, hi = seen.view.extent()
+    return seen.memory.address + lo, seen.memory.address + hi
+
+
 def find_groups(sources: Sequence[Source]) -> list[Group]:
     """Partition `sources` (indexes) by shared bytes, in the order of their first members."""
-    groups = [_group(members, sources) for members in _components(sources)]
+    groups = [_group(members, sources) for members in sharing(sources)]
     return sorted(groups, key=lambda group: group.members[0])
 
 
-def _components(sources: Sequence[Source]) -> list[list[int]]:
-    """Views with a byte in common, directly or through others."""
-    spans = sorted((source.memory.space, *source.span, i) for i, source in enumerate(sources))
+def sharing(sources: Sequence[Seen]) -> list[list[int]]:
+    """Partition views (their indexes) into those with a byte in common, directly or through others."""
+    spans = sorted((source.memory.space, *span_of(source), i) for i, source in enumerate(sources))
     touching: list[list[int]] = []
     space, reach = "", 0
     for where, lo, hi, i in spans:
@@ -67,7 +78,7 @@ def _components(sources: Sequence[Source]) -> list[list[int]]:
 _MAX_PAIRS = 200_000
 
 
-def _split(members: list[int], sources: Sequence[Source]) -> list[list[int]]:
+def _split(members: list[int], sources: Sequence[Seen]) -> list[list[int]]:
     """Of views whose ranges touch, those that really share bytes: columns of one matrix, say, do not."""
     if len(members) == 1 or all(sources[i].view.is_dense() for i in members):
         return [sorted(members)]
@@ -100,8 +111,8 @@ def _group(members: list[int], sources: Sequence[Source]) -> Group:
         stored = _compact(first.view)
         below, above = stored.extent()
         return Group(tuple(members), (stored,) * len(members), first.memory.address + below, above - below)
-    lo = min(sources[i].span[0] for i in members)
-    hi = max(sources[i].span[1] for i in members)
+    lo = min(span_of(sources[i])[0] for i in members)
+    hi = max(span_of(sources[i])[1] for i in members)
     # The run begins where its widest items are aligned, wherever the allocator had put the memory.
     widest = max((sources[i] for i in members), key=lambda source: source.view.itemsize)
     lo -= (lo - widest.memory.address) % widest.view.itemsize
@@ -125,8 +136,8 @@ def read(group: Group, sources: Sequence[Source]) -> Bytes:
     """The bytes of a group: the memory itself if some view covers all of it, else a copy with zeros in the holes."""
     for i in group.members:
         source = sources[i]
-        if source.span == (group.lo, group.lo + group.size) and source.mask is None and _covers(source.view):
-            return source.memory.fetch(*source.span)
+        if span_of(source) == (group.lo, group.lo + group.size) and source.mask is None and _covers(source.view):
+            return source.memory.fetch(*span_of(source))
     run = np.zeros(group.size, np.uint8)
     write(group, sources, run)
     return run
@@ -140,7 +151,7 @@ def write(group: Group, sources: Sequence[Source], run: Bytes) -> None:
         if (source.memory.address, source.view, source.mask is None) in done:
             continue
         done.add((source.memory.address, source.view, source.mask is None))
-        lo, hi = source.span
+        lo, hi = span_of(source)
         memory = source.memory.fetch(lo, hi)
         first = source.memory.address
         # A compacted view starts the run; one stored as it lies keeps its distance from the start.
@@ -152,9 +163,7 @@ def _covers(view: View) -> bool:
     return view.without_repeats().is_dense()
 
 
-def _copy(
-    to: View, run: Bytes, at: int, of: View, memory: Bytes, first: int, mask: Bytes | None
-) -> None:
+def _copy(to: View, run: Bytes, at: int, of: View, memory: Bytes, first: int, mask: Bytes | None) -> None:
     of, to = of.without_repeats(), to.without_repeats()
     if mask is None:
         to.over(run, at)[...] = of.over(memory, first)

@@ -120,7 +120,7 @@ def selects(patterns: Sequence[str] | str | None, path: Path) -> bool:
 
 
 def _compile(pattern: str) -> list[re.Pattern[str] | None]:
-    if not isinstance(pattern, str) or not pattern:
+    if not pattern:
         raise InvalidInputError(f"a pattern is a non-empty string such as 'model/**', not {pattern!r}")
     steps: list[re.Pattern[str] | None] = []
     at = 0

@@ -60,17 +60,20 @@ class Plugin(Protocol):
     def value(self, node: Foreign) -> object:
         """A torch.Size, dtype or device."""
 
-    def why_not_cast(self, dtype: str, target: object) -> str | None:
-        """Why values of `dtype` cannot be converted into those of the tensor `target`, None when they can."""
+    def is_value(self, value: object) -> bool:
+        """Whether `value` is a torch.Size, dtype or device."""
 
-    def copy(self, target: object, source: object) -> None:
-        """Copy values of a tensor into `target`, converting them; gradients are not recorded."""
+    def why_not_copy(self, dtype: str, target: object) -> str | None:
+        """Why elements of `dtype` cannot become those of the tensor `target`; None when `copy` will do it."""
+
+    def why_not_fill(self, node: Composite, parts: Mapping[str, Array], target: object) -> str | None:
+        """Why a composite cannot be copied into `target`; None when `copy` will do it."""
+
+    def copy(self, source: object, target: object) -> None:
+        """Copy the values of a tensor into `target`, converting them; gradients are not recorded."""
 
     def touched(self, target: object) -> None:
-        """Tell the framework that the memory of `target` was written to."""
-
-    def why_not_fill(self, target: object, node: Composite, parts: Mapping[str, Array]) -> str | None:
-        """Why `target` cannot be filled with this composite; None when `copy` will do it."""
+        """Tell the framework that the memory of `target` was written to behind its back."""
 
 
 def plugin_if_loaded() -> Plugin | None:

@@ -18,7 +18,7 @@ from ckstore.state.nodes import Array, Composite, Container, Foreign, Mapping, R
 from ckstore.state.nodes import Sequence as ListNode
 from ckstore.state.paths import Step
 
-MAX_TREE = 256 << 20
+MAX_TREE = 128 << 20
 """Largest tree read, in bytes."""
 MAX_NODES = 10_000_000
 MAX_DEPTH = 200

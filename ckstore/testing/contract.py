@@ -290,7 +290,7 @@ class BackendContract:
         lots = random.Random(7)
         names = [f"{a}/{b}" for a in ("p", "q", "p/r") for b in ("1", "2", "3")]
         model: dict[str, bytes] = {}
-        for number in range(400):
+        for number in range(200):
             name, value = lots.choice(names), str(number).encode() * lots.randrange(4)
             match lots.randrange(6):
                 case 0:

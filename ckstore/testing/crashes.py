@@ -100,7 +100,7 @@ class CrashExplorer:
         self._fsyncs = 0
         self._seen: set[bytes] = set()
         self._whole: dict[int, _Content] = {}
-        self._variants: dict[int, tuple[bytes, list[_Content]]] = {}
+        self._variants: dict[int, tuple[str, bytes, list[_Content]]] = {}
 
     @property
     def length(self) -> int:
@@ -114,7 +114,7 @@ class CrashExplorer:
                 yield prefix, state
 
     def after(self, prefix: int) -> Iterator[SimFs]:
-        """The states after `prefix` operations that were not given before. Prefixes must not fall."""
+        """The states after `prefix` operations that were not given before (see `forget`). Prefixes must not fall."""
         if not self._done <= prefix <= len(self._log):
             raise ValueError(f"prefix {prefix} is not between {self._done} and {len(self._log)}")
         while self._done < prefix:
@@ -130,6 +130,10 @@ class CrashExplorer:
                     self.counts.states += 1
                     files = {inode: content.data for inode, content in contents.items()}
                     yield SimFs(Image(directories, files), capacity=self._fs.capacity)
+
+    def forget(self) -> None:
+        """Give states anew from here on: more is expected of the same state once something was acknowledged."""
+        self._seen.clear()
 
     def _replay(self, operation: Operation) -> None:
         if operation.verb == "fsync":
@@ -182,10 +186,10 @@ class CrashExplorer:
     def _torn(self, path: str, inode: int) -> list[_Content]:
         current = self._disk.current(inode)
         known = self._variants.get(inode)
-        if known is None or known[0] is not current:
+        if known is None or known[0] != path or known[1] is not current:
             found = [_Content.of(data) for data in self.rules.tear(path, self._disk.files[inode], current)]
-            known = self._variants[inode] = (current, found)
-        return known[1]
+            known = self._variants[inode] = (path, current, found)
+        return known[2]
 
     def _is_new(self, paths: dict[str, int], contents: Mapping[int, _Content]) -> bool:
         parts = []

@@ -164,6 +164,8 @@ class SimFs:
     @_locked
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         entry = self._writable(fd)
+        if not data:
+            return 0
         content = self._content(entry.inode)
         end = offset + len(data)
         self._require(max(0, end - len(content)), entry.path)
@@ -243,13 +245,13 @@ class SimFs:
     def rename(self, old: str, new: str) -> None:
         """Files only: a store renames no directory."""
         old_directory, old_name = self._place(old)
-        inode = self._find(old)
         new_directory, new_name = self._place(new)
+        inode = self._find(old)
         target = self._directories[new_directory].get(new_name) if new_name else ROOT
         if inode not in self._files:
             raise _error(errno.EOPNOTSUPP, old)
         if target is not None and target not in self._files:
-            raise _error(errno.EISDIR, new)
+            raise _error(errno.ENOTEMPTY if old.startswith(new + "/") else errno.EISDIR, new)
         if target == inode:
             return
         changes = ((old_directory, old_name, None), (new_directory, new_name, inode))

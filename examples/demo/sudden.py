@@ -20,15 +20,16 @@ R = TypeVar("R")
 class SuddenDeath(FsWrapper):
     """A file system that kills its own process at one system call of one save, both chosen by `seed`.
 
-    The save is one of the second to the `last`-th of this process. The call is chosen among as many as the save before
-    it made, so that it falls anywhere between the announcement and the fsync behind the commit. A write is cut in half;
-    any other call is not made. What was hit is written to `note` first.
+    The save is one of this process's, but neither the first nor the `last`. The call is chosen among as many as the save
+    before it made, so that it falls anywhere between the announcement and the fsync behind the commit; should the save
+    make fewer, it is the next one's turn, in its first half. A write is cut in half; any other call is not made. What was
+    hit is written to `note` first.
     """
 
     def __init__(self, seed: int, last: int, note: Path) -> None:
         super().__init__(OsFs())
         self._random = random.Random(seed)  # its own: the training's random numbers must not notice
-        self._save = self._random.randint(2, max(last, 2))
+        self._save = self._random.randint(2, max(last - 1, 2))
         self._note = note
         self._saves = 0
         self._usual = 0
@@ -57,7 +58,7 @@ class SuddenDeath(FsWrapper):
     def _begin(self) -> None:
         self._saves += 1
         if self._saves >= self._save:
-            self._fatal = self._random.randint(1, self._usual)
+            self._fatal = self._random.randint(1, self._usual if self._saves == self._save else self._usual // 2)
 
     def _die(self, verb: str, *args: object) -> None:
         self._note.write_text(json.dumps({"save": self._saves, "call": self._calls, "of": self._usual, "verb": verb}))

@@ -98,8 +98,10 @@ def train(settings: Settings) -> Run:
     if settings.store:
         train_with_saves(run, settings)
     else:
-        for _, batch in zip(range(settings.steps), run.batches(), strict=False):
+        for n, batch in zip(range(settings.steps), run.batches(), strict=False):
             run.step(*batch)
+            if (n + 1) % settings.save_every == 0:
+                print(f"  step {n + 1:4}  loss {run.losses[-1]:.4f}", flush=True)
     return run
 
 

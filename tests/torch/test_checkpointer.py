@@ -16,6 +16,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import ckstore
+from ckstore import prune
+from ckstore.ids import SaveName
 from ckstore_torch import Checkpointer, SeededLoader
 
 
@@ -180,6 +182,15 @@ def test_a_step_that_was_done_already_is_refused(tmp_path: Path, n: Any) -> None
         assert checkpointer.step(6) is None
 
 
+def test_a_step_may_be_saved_by_hand_and_then_announced(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store", save_every=5) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(5)
+        assert [n for n in (5, 6, 10) if checkpointer.step(n)] == [10]
+        # After going back to an earlier state by hand its steps come again, and are saved again.
+        assert [n for n in (8, 9, 10, 11) if checkpointer.step(n)] == [10]
+
+
 def test_going_back_and_saving_earlier_steps_again(tmp_path: Path) -> None:
     counted = [0]
     with Checkpointer(tmp_path / "store", extra={"counted": counted}) as checkpointer:
@@ -237,7 +248,7 @@ def test_everything_that_extra_takes_comes_back_in_place(tmp_path: Path) -> None
         return {
             "average": Average(), "ema": nn.Linear(2, 1), "tensor": torch.zeros(3), "array": np.zeros(2),
             "counts": {"a": 1}, "list": [1], "python": random.Random(1), "numpy": np.random.default_rng(1),
-            "torch": torch.Generator(),
+            "torch": torch.Generator(), "bag": Counter(), "recent": deque(maxlen=2), "set": set(),
         }  # fmt: skip
 
     extra = make()
@@ -248,6 +259,9 @@ def test_everything_that_extra_takes_comes_back_in_place(tmp_path: Path) -> None
     extra["array"] += 2
     extra["counts"]["b"] = {"c": {4}}
     extra["list"].append((2, None))
+    extra["bag"].update("aab")
+    extra["recent"].extend([1, 2, 3])
+    extra["set"].update({(1, 2), "x"})
     with Checkpointer(tmp_path / "store", extra=extra) as checkpointer:
         checkpointer.save(1)
     fresh = make()
@@ -259,6 +273,7 @@ def test_everything_that_extra_takes_comes_back_in_place(tmp_path: Path) -> None
     assert fresh["ema"].weight.tolist() == extra["ema"].weight.tolist()
     assert (fresh["tensor"].tolist(), fresh["array"].tolist()) == ([1, 1, 1], [2, 2])
     assert (fresh["counts"], fresh["list"]) == ({"a": 1, "b": {"c": {4}}}, [1, (2, None)])
+    assert (fresh["bag"], fresh["recent"], fresh["set"]) == (Counter("aab"), deque([2, 3]), {(1, 2), "x"})
     assert fresh["python"].random() == extra["python"].random()
     assert fresh["numpy"].random() == extra["numpy"].random()
     assert torch.rand(3, generator=fresh["torch"]).tolist() == torch.rand(3, generator=extra["torch"]).tolist()
@@ -374,6 +389,33 @@ def test_a_snapshot_that_no_checkpointer_made_is_refused(tmp_path: Path) -> None
             checkpointer.resume()
 
 
+@pytest.mark.parametrize("change", [{"rng": 3}, {"rng": {}}, {"mappings": None}, {"model": {}}, {"optimizer": {}}])
+def test_a_snapshot_that_is_built_otherwise_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Checkpointer(tmp_path / "store", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.store.save({**checkpointer.store.restore(), **change}, step=2)
+        with pytest.raises((ckstore.FormatError, ckstore.MismatchError)):
+            checkpointer.resume()
+
+
+def test_a_newer_layout_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        checkpointer.save(1)
+        checkpointer.store.save({**checkpointer.store.restore(), "layout": 2}, step=2)
+        with pytest.raises(ckstore.InvalidInputError, match="run layout 2; this version knows 1"):
+            checkpointer.resume()
+
+
+def test_when_every_snapshot_is_damaged_the_run_does_not_start_over(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        checkpointer.save(1)
+        checkpointer.store.quarantine("step:1", "for the test")
+        with pytest.raises(ckstore.NotFoundError, match="no good snapshot on branch main"):
+            checkpointer.resume()
+
+
 def test_a_newer_run_shuts_out_the_older_one(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "store") as older, Checkpointer(tmp_path / "store") as newer:
         older.resume()
@@ -420,6 +462,18 @@ def test_keep_prunes_this_branch_after_each_save(tmp_path: Path, keep: Any) -> N
             checkpointer.step(n)
         assert [info.step for info in checkpointer.store.snapshots("main")] == [5, 4]
         assert [info.step for info in checkpointer.store.snapshots("other")] == [3, 2, 1]
+
+
+def test_a_removal_that_an_earlier_run_did_not_finish_is_finished(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as earlier:
+        for n in (1, 2):
+            earlier.save(n)
+        first = earlier.store.resolve("step:1")
+        prune.condemn(earlier.store._context, [SaveName(first.order[1], first.order[2])])
+        assert [info.state for info in earlier.store.snapshots()] == ["ok", "condemned"]
+    with Checkpointer(tmp_path / "store", keep=9) as checkpointer:
+        checkpointer.save(3)
+        assert [info.step for info in checkpointer.store.snapshots()] == [3, 2]
 
 
 def test_the_best_is_kept_by_its_metric(tmp_path: Path) -> None:

@@ -123,7 +123,9 @@ def test_tables_that_lie_are_refused(changes: dict[str, object]) -> None:
     ),
     st.binary(max_size=4),
 )
-def test_tables_that_are_believed_hold_disjoint_frames_in_range(rows: list[tuple[int, int, int]], codecs: bytes) -> None:
+def test_tables_that_are_believed_hold_disjoint_frames_in_range(
+    rows: list[tuple[int, int, int]], codecs: bytes
+) -> None:
     footer = footer_of(
         ids=bytes(32 * len(rows)),
         offsets=u8(*(row[0] for row in rows)),

@@ -182,7 +182,10 @@ def test_any_bytes_are_corruption_and_any_payload_is_refused(data: bytes, record
 
 
 PLAIN: st.SearchStrategy[object] = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=40),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=5),
+        st.binary(max_size=40),
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )  # fmt: skip

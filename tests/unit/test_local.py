@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckstore.backend.base import Backend
-from ckstore.backend.fs import OsFs
+from ckstore.backend.fs import Entry, OsFs
 from ckstore.backend.local import LocalBackend
 from ckstore.errors import BackendError, CorruptionError, InvalidInputError, NotFoundError
 from ckstore.process import current_owner
@@ -259,14 +259,27 @@ def test_a_sweep_takes_what_decided_saves_and_dead_processes_left(tmp_path: Path
     token = dead.communicate()[0].strip()
     undecided = "fffffffffffffffd-0123456789abcdef"
     living = current_owner().token
-    for owner in (SAVE, undecided, token, living, "stranger"):
+    gone = [token, f"{SAVE}+{living}", f"{SAVE}+{token}", f"{undecided}+{token}", SAVE]
+    kept = [living, f"{undecided}+{living}", "stranger", undecided]
+    for owner in gone + kept:
         (tmp_path / "tmp" / owner).mkdir(parents=True)
         (tmp_path / "tmp" / owner / "t").write_bytes(bytes(100))
     (tmp_path / "tmp" / "empty").mkdir()
     (tmp_path / "tmp" / "file").write_text("stray")
-    assert LocalBackend(tmp_path).sweep_temporaries({SAVE}) == 200
-    assert files_below(tmp_path / "tmp") == sorted([f"{undecided}/t", f"{living}/t", "stranger/t", "file"])
-    assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == sorted([undecided, living, "stranger", "file"])
+    assert LocalBackend(tmp_path).sweep_temporaries({SAVE}) == 500
+    assert files_below(tmp_path / "tmp") == sorted([*(f"{owner}/t" for owner in kept), "file"])
+    assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == sorted([*kept, "file"])
+
+
+def test_a_temporary_that_cannot_be_deleted_does_not_keep_the_others() -> None:
+    sim = SimFs()
+    backend = LocalBackend("/store", fs=sim)
+    for _ in range(3):
+        backend.put_stream(PACK, 0)
+    fs = FaultyFs(sim, Fault("unlink", 2, PermissionError(errno.EACCES, "another user's")))
+    with pytest.raises(BackendError, match="sweep"):
+        LocalBackend("/store", fs=fs).sweep_temporaries({SAVE})
+    assert len([path for path in sim.tree() if SAVE in path]) == 1
 
 
 def test_a_swept_stream_fails_and_may_be_written_again(tmp_path: Path) -> None:
@@ -317,15 +330,17 @@ sys.stdin.read()
     assert files_below(tmp_path) == []
 
 
-def test_closing_removes_the_own_empty_directory_only(tmp_path: Path) -> None:
+def test_closing_removes_the_own_empty_directories_only(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path)
     backend.put("things/a", b"x")
+    put_stream(backend, PACK, b"x", size_hint=0)
+    (tmp_path / "tmp" / "stranger").mkdir()
     stream = backend.put_stream("things/b", 1)
     backend.close()
     stream.append(b"y")
     stream.commit()
     backend.close()
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["stranger"]
     assert backend.list("things/") == ["things/a", "things/b"]
 
 
@@ -381,18 +396,17 @@ def test_a_filesystem_without_preallocation_is_fine(number: int) -> None:
 @pytest.mark.parametrize("verb", ["open_directory", "fsync"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL])
 def test_a_directory_above_the_root_that_cannot_be_fsynced_is_no_obstacle(verb: str, number: int) -> None:
-    sim = SimFs()
-    sim.mkdir("/above")
-    sim.mkdir("/above/store")
-    log = FaultyFs(sim)
-    backend = LocalBackend("/above/store", fs=log)
-    backend.put("config", b"x")
-    at = [path for called, path in log.faults.calls if called == verb].index("/above") + 1
-    fs = FaultyFs(sim, Fault(verb, at, OSError(number, "injected")))
-    backend = LocalBackend("/above/store", fs=fs)
-    backend.put("config", b"x")
+    def run(*faults: Fault) -> FaultyFs:
+        fs = FaultyFs(SimFs(), *faults)
+        fs.mkdir("/above")
+        fs.mkdir("/above/store")
+        LocalBackend("/above/store", fs=fs).put("config", b"x")
+        return fs
+
+    at = [path for called, path in run().faults.calls if called == verb].index("/above") + 1
+    fs = run(Fault(verb, at, OSError(number, "injected")))
     fs.faults.assert_fired()
-    assert backend.get("config", limit=1) == b"x"
+    assert fs.scandir("/above/store") == [Entry("tmp", "directory"), Entry("config", "file")]
 
 
 def put_stream(backend: Backend, name: str, data: bytes, size_hint: int) -> None:

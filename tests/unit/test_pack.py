@@ -13,6 +13,7 @@ from ckstore.backend.base import PutStream
 from ckstore.backend.memory import MemoryBackend
 from ckstore.codec import PLANES, RAW, ZSTD, Choice, Encoded
 from ckstore.errors import BackendError, CorruptionError, FormatError, InvalidInputError, NotFoundError
+from ckstore.format import envelope
 from ckstore.format import pack as form
 from ckstore.format.manifest import Location
 from ckstore.format.records import PackRef
@@ -208,7 +209,7 @@ def test_an_absent_pack_is_not_found() -> None:
 
 def test_a_newer_table_is_not_called_damaged() -> None:
     storage = MemoryBackend()
-    newer = form.envelope.wrap(b"N", b"\x81\xa3new\x01")
+    newer = envelope.wrap(b"N", b"\x81\xa3new\x01")
     storage.put(PACK, form.HEADER + newer + form.encode_end(newer, 64))
     with pytest.raises(FormatError):
         check_pack(storage, PACK)
@@ -248,6 +249,15 @@ def test_hostile_locations_are_corruption(change: dict[str, int]) -> None:
     fields = {"offset": locations[0].offset, "stored": 300, "codec": RAW, "param": 0} | change
     with pytest.raises(CorruptionError):
         frame_of(storage, Location(PACK, **fields), RANDOM)
+
+
+@pytest.mark.parametrize("change", [{"stored": 301}, {"stored": 0}, {"stored": 2**32 - 1}, {"offset": 2**64 - 1}])
+def test_impossible_locations_are_refused_before_anything_is_read_or_allocated(change: dict[str, int]) -> None:
+    storage = Storage()
+    fields = {"offset": 64, "stored": 300, "codec": ZSTD, "param": 0} | change
+    with pytest.raises(CorruptionError):
+        frame_of(storage, Location(PACK, **fields), RANDOM)
+    assert storage.reads == []
 
 
 def test_a_chunk_under_another_id_is_corruption() -> None:

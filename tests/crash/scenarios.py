@@ -1,0 +1,255 @@
+"""Recorded runs, each of which does one thing to a store: what the crash states are enumerated of."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckstore import writer
+from ckstore.errors import BackendError
+from ckstore.testing.faults import Fault, FaultyFs
+from tests.crash.world import Died, Host, MortalFs, Run, state_of
+
+Scenario = Callable[[Host], Run]
+
+
+def _stored(host: Host, steps: range) -> Run:
+    """A store with a snapshot of each of `steps`, all durable."""
+    run = Run(host)
+    run.init()
+    for step in steps:
+        run.save(step)
+    return run.settled()
+
+
+def init(host: Host) -> Run:
+    run = Run(host)
+    run.init()
+    return run
+
+
+def first_save(host: Host) -> Run:
+    run = _stored(host, range(0))
+    run.save(1)
+    return run
+
+
+def second_save(host: Host) -> Run:
+    run = _stored(host, range(1, 2))
+    run.save(2)
+    return run
+
+
+def tenth_save(host: Host) -> Run:
+    """With a manifest of its own, tags, and another branch to build on."""
+    run = Run(host)
+    run.init()
+    for step in range(1, 9):
+        run.save(step)
+    run.save(9, branch="trial", tags=["best"])
+    for old in list(run.infos)[:6]:
+        run.drop(old)
+    run.gc()
+    run = run.settled()
+    with limits(INLINE_BYTES=0):
+        run.save(10, tags=["best", "tenth"], meta={"loss": 0.5})
+    return run
+
+
+def same_step_again(host: Host) -> Run:
+    run = _stored(host, range(1, 3))
+    run.save(2, state=state_of(2, salt=7))
+    return run
+
+
+def full_save(host: Host) -> Run:
+    """Several packs and a manifest of its own."""
+    run = _stored(host, range(1, 2))
+    with limits(INLINE_BYTES=0):
+        run.save(2, full=True)
+    return run
+
+
+def failed_save(host: Host) -> Run:
+    """The commit record cannot be linked: the save leaves an ABORT and takes its packs back."""
+    run = _stored(host, range(1, 2))
+    fs = FaultyFs(run.fs, Fault("link", 1, OSError(errno.EIO, "injected")))
+    run.begin_process(fs)
+    with pytest.raises(BackendError), limits(INLINE_BYTES=0):
+        run.save(2)
+    fs.faults.assert_fired()
+    return run
+
+
+def repack(host: Host) -> Run:
+    """gc gives what is left of a pack to a new one."""
+    run = _stored(host, range(0))
+    with limits(PACK_BYTES=64 << 10):
+        run.save(1, state={"left": _noise(1, 1000), "gone": _noise(2, 30_000)})
+    run.save(2, state={"left": _noise(1, 1000), "new": _noise(3, 10)})
+    run.save(3, state={"left": _noise(1, 1000), "new": _noise(4, 10)})
+    run.drop(list(run.infos)[0])
+    run = run.settled()
+    run.gc()
+    assert "relocated-" in "".join(run.fs.tree())
+    return run
+
+
+def _noise(seed: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def prune(host: Host) -> Run:
+    run = _stored(host, range(1, 5))
+    run.tag("kept", next(iter(run.infos)))
+    run = run.settled()
+    run.prune(keep_last=2)
+    return run
+
+
+def drop(host: Host) -> Run:
+    run = _stored(host, range(1, 4))
+    run.drop(list(run.infos)[1])
+    return run
+
+
+def gc_after_kill(host: Host) -> Run:
+    """gc gives up a save that was killed after its packs were written, and finishes a prune that was killed."""
+    run = _stored(host, range(1, 4))
+    with limits(INLINE_BYTES=0):
+        _killed_when(run, "/snapshots/", lambda: run.save(4))
+    _killed_when(run, "/removed", lambda: run.prune(keep_last=1))
+    run = run.settled()
+    run.gc()
+    return run
+
+
+def floor(host: Host) -> Run:
+    run = _stored(host, range(1, 5))
+    run.prune(keep_last=2)
+    run = run.settled()
+    run.raise_floor()
+    return run
+
+
+def tag(host: Host) -> Run:
+    run = _stored(host, range(1, 3))
+    run.tag("best", list(run.infos)[0])
+    return run
+
+
+def tag_moved(host: Host) -> Run:
+    run = _stored(host, range(1, 3))
+    run.tag("best", list(run.infos)[0])
+    run = run.settled()
+    run.tag("best", list(run.infos)[1])
+    return run
+
+
+def untag(host: Host) -> Run:
+    run = _stored(host, range(1, 3))
+    run.tag("best", list(run.infos)[0])
+    run.tag("other", list(run.infos)[0])
+    run = run.settled()
+    run.untag("best")
+    return run
+
+
+def open_epoch(host: Host) -> Run:
+    run = _stored(host, range(1, 3))
+    run.open_epoch()
+    return run
+
+
+def next_epoch(host: Host) -> Run:
+    """A run takes over from a snapshot before the newest, and saves."""
+    run = _stored(host, range(1, 4))
+    run.open_epoch()
+    run = run.settled()
+    run.open_epoch(base=list(run.infos)[1])
+    run.save(3, state=state_of(3, salt=1))
+    return run
+
+
+def quarantine(host: Host) -> Run:
+    run = _stored(host, range(1, 3))
+    run.quarantine(list(run.infos)[1])
+    return run
+
+
+def clear(host: Host) -> Run:
+    run = _stored(host, range(1, 3))
+    run.quarantine(list(run.infos)[1])
+    run = run.settled()
+    run.clear(list(run.infos)[1])
+    return run
+
+
+def prune_beside_unsynced_commit(host: Host) -> Run:
+    """A writer was stopped just after it made its commit visible; prune takes that for the newest snapshot."""
+    run = _stored(host, range(1, 3))
+    _killed_when(run, "/snapshots", lambda: run.save(3), verb="fsync", at=1)
+    run.adopt_listed()
+    run.prune(keep_last=1)
+    return run
+
+
+def untag_beside_unsynced_tag(host: Host) -> Run:
+    """A tag was made visible by a process that was stopped before it was durable; another forgets it."""
+    run = _stored(host, range(1, 3))
+    _killed_when(run, "/tags", lambda: run.tag("best", list(run.infos)[0]), verb="fsync")
+    run.untag("best")
+    return run
+
+
+@contextmanager
+def limits(**changed: int) -> Iterator[None]:
+    """Within it, constants of the writer are these."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changed.items():
+            patch.setattr(writer, name, value)
+        yield
+
+
+def _killed_when(run: Run, where: str, act: Callable[[], object], *, verb: str = "", at: int = 1) -> None:
+    """Let a process of its own do `act`, and kill it just before its call number `at` of `verb` on `where`."""
+    fs = MortalFs(run.fs, where=where, verb=verb, at=at)
+    run.begin_process(fs)
+    with suppress(Died):
+        act()
+    assert fs.is_dead
+    run.host.kill()
+    run.end_process()
+
+
+def killed_then(host: Host, first: Callable[[Run], object], then: Callable[[Run], object]) -> Iterator[Run]:
+    """`first`, killed before each of its calls in turn, and then `then` by another process."""
+    at = 0
+    dead = True
+    while dead:
+        at += 1
+        run = _stored(host, range(1, 2))
+        fs = MortalFs(run.fs, at=at)
+        run.begin_process(fs)
+        with suppress(Died):
+            first(run)
+        dead = fs.is_dead
+        run.host.kill()
+        run.end_process()
+        then(run)
+        yield run
+
+
+SCENARIOS: dict[str, Scenario] = {
+    act.__name__: act
+    for act in (
+        init, first_save, second_save, tenth_save, same_step_again, full_save, failed_save, repack, prune, drop, gc_after_kill,
+        floor, tag, tag_moved, untag, open_epoch, next_epoch, quarantine, clear, prune_beside_unsynced_commit,
+        untag_beside_unsynced_tag,
+    )
+}  # fmt: skip

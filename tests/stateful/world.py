@@ -1,0 +1,589 @@
+"""A store in memory that actors work on at once, through the real code, and what each of them was told.
+
+Every actor is a process of its own: its own backend handle, context and index. What runs beside the engine in a real
+process (renewals, thread pools) is taken out by `single_threaded`, as the scheduler must see every call.
+
+To add an actor: write a method of `World` that calls the engine with `self.context(actor)` or `self.store(actor)` and
+notes what it was told; give `Truth` what its records mean.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+import ckstore.announce
+import ckstore.ids
+import ckstore.reader
+import ckstore.writer
+from ckstore import floor, gc, layout, prune, repack, writer
+from ckstore.announce import Patience
+from ckstore.backend.base import Capabilities
+from ckstore.backend.memory import MemoryBackend, MemoryStream
+from ckstore.codec.choose import profile_named
+from ckstore.context import Context
+from ckstore.errors import BackendError, CkstoreError, ConflictError, FencedError
+from ckstore.format import records
+from ckstore.format.manifest import Location
+from ckstore.ids import SaveName
+from ckstore.retention import Retention
+from ckstore.state.capture import Captured, capture
+from ckstore.store import Store
+from tests.stateful.interleave import Actor, Scheduler, Strategy, running_actor
+from tests.stateful.truth import Truth, order_of, read_tag
+
+CONFIG = records.Config(store="0" * 32, chunk_size=4096)
+_FROZEN = np.frombuffer(blake3(b"frozen").digest(length=3000), np.uint8)
+_captured: dict[int, Captured] = {}
+
+
+def state_of(value: int) -> dict[str, Any]:
+    """The state that the save with the number `value` keeps: a part that all share, and one of its own."""
+    own = np.frombuffer(blake3(b"%d" % value).digest(length=2000), np.uint8)
+    return {"frozen": {"w": _FROZEN}, "hot": {"v": own}, "value": value}
+
+
+def captured(value: int) -> Captured:
+    if value not in _captured:
+        _captured[value] = capture(state_of(value), chunk_size=CONFIG.chunk_size)
+    return _captured[value]
+
+
+def value_of(state: dict[str, Any]) -> int | None:
+    """Which save a restored state is from, None if it is not one of them, bit by bit."""
+    wanted = state_of(state["value"])
+    same = state.keys() == wanted.keys() and all(
+        state[part].keys() == wanted[part].keys()
+        and all(np.array_equal(state[part][key], wanted[part][key]) for key in wanted[part])
+        for part in ("frozen", "hot")
+    )
+    return int(state["value"]) if same else None
+
+
+class _Still:
+    """No renewal: a counter that stands still, as of a process that is stopped."""
+
+    def __init__(self, publish: Callable[[int], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Inline:
+    """A thread pool that does everything at once, on the actor's own thread."""
+
+    def __init__(self, workers: int, thread_name_prefix: str) -> None:
+        pass
+
+    def __enter__(self) -> _Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        pass
+
+
+class _Nonces:
+    """Nonces that depend on the actor and how many it drew, so that a run can be repeated."""
+
+    @staticmethod
+    def token_hex(size: int) -> str:
+        actor = running_actor()
+        assert actor is not None
+        actor.nonces += 1
+        return blake3(f"{actor.salt} {actor.name} {actor.nonces}".encode()).hexdigest()[: 2 * size]
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Nothing of the engine runs beside the actors, and nothing of it is random."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ckstore.announce, "Renewal", _Still)
+        patch.setattr(ckstore.writer, "ThreadPoolExecutor", _Inline)
+        patch.setattr(ckstore.reader, "ThreadPoolExecutor", _Inline)
+        patch.setattr(ckstore.ids, "secrets", _Nonces)
+        # Every gc here has patience for ever or for no time at all: what it saw before does not matter.
+        patch.setattr(Patience, "_load", lambda self, boot: {})
+        patch.setattr(Patience, "_store", lambda self, observed: None)
+        yield
+
+
+class PlainIndex:
+    """The chunk index of one process, as a dict; as stale as the real one may be."""
+
+    def __init__(self) -> None:
+        self.places: dict[bytes, Location] = {}
+        self.saves: set[SaveName] = set()
+
+    def get(self, chunk: bytes) -> Location | None:
+        return self.places.get(chunk)
+
+    def covers(self, save: SaveName) -> bool:
+        return save in self.saves
+
+    def add(self, save: SaveName, ids: Any, places: Any) -> None:
+        self.places.update(zip(ids, places, strict=True))
+        self.saves.add(save)
+
+    def forget(self, packs: Any) -> None:
+        gone = set(packs)
+        self.places = {chunk: place for chunk, place in self.places.items() if place.pack not in gone}
+        self.saves.clear()
+
+    def close(self) -> None:
+        pass
+
+
+class Handle:
+    """One actor's backend: each call is a step of the schedule, and `Truth` sees what it changed."""
+
+    url = "memory://world"
+    capabilities = Capabilities()
+
+    def __init__(self, world: World, actor: Actor) -> None:
+        self._world = world
+        self._actor = actor
+        self.commit_fault = ""
+        """What the network does to this actor's next commit: refused, lost, delayed, twice."""
+
+    def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        self._actor.point()
+        if name.startswith(layout.SAVES):
+            self._world.announced_by(self._actor, name)
+        self._world.raw.put(name, data)
+        self._world.truth.changed(name, self._actor.name)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        self._actor.point()
+        fault, self.commit_fault = (self.commit_fault, "") if name.startswith(layout.SNAPSHOTS) else ("", self.commit_fault)
+        if fault in ("delayed", "twice"):
+            self._world.deliver_later(name, data)
+        if fault in ("refused", "delayed"):
+            raise BackendError("the connection broke", retryable=True)
+        created = self._create(name, data)
+        if fault == "lost":
+            raise BackendError("the answer was lost", retryable=True)
+        return created
+
+    def _create(self, name: str, data: bytes) -> bool:
+        created = self._world.raw.put_if_absent(name, data)
+        if created:
+            self._world.truth.changed(name, self._actor.name)
+        return created
+
+    def put_stream(self, name: str, size_hint: int) -> _Stream:
+        return _Stream(self._world, self._actor, name)
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        self._actor.point()
+        return self._world.raw.get(name, limit=limit)
+
+    def get_into(self, name: str, start: int, view: memoryview) -> None:
+        self._actor.point()
+        self._world.raw.get_into(name, start, view)
+
+    def stat(self, name: str) -> int:
+        self._actor.point()
+        return self._world.raw.stat(name)
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        self._actor.point()
+        return self._world.raw.list(prefix)
+
+    def delete(self, name: str) -> bool:
+        self._actor.point()
+        deleted = self._world.raw.delete(name)
+        if deleted:
+            self._world.truth.changed(name, self._actor.name)
+        return deleted
+
+    def sync(self, prefix: str) -> None:
+        pass
+
+    def sweep_temporaries(self, decided: set[str]) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class _Stream:
+    """A pack under way: visible at once, at `commit`."""
+
+    def __init__(self, world: World, actor: Actor, name: str) -> None:
+        self._world = world
+        self._actor = actor
+        self._name = name
+        self._inner = MemoryStream(world.raw, name)
+
+    def append(self, piece: bytes | bytearray | memoryview) -> None:
+        self._inner.append(piece)
+
+    def commit(self) -> None:
+        self._actor.point()
+        self._inner.commit()
+        self._world.truth.changed(self._name, self._actor.name)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+@dataclass(slots=True)
+class Saved:
+    """One save that an actor asked for, the names it took for it, and what it was told."""
+
+    actor: Actor
+    value: int
+    branch: str
+    epoch: int | None
+    newest_epoch: int
+    """Of the branch, when the save was begun."""
+    tags: tuple[str, ...]
+    names: list[SaveName] = field(default_factory=list)
+    commit: records.Commit | None = None
+    error: CkstoreError | None = None
+
+
+class World:
+    """A store, its actors, and what they were told."""
+
+    def __init__(self, objects: dict[str, bytes], strategy: Strategy, salt: int = 0) -> None:
+        self.raw = MemoryBackend("world")
+        self.raw._objects.update(objects)
+        self.truth = Truth(self.raw)
+        self.scheduler = Scheduler(strategy)
+        self.salt = salt
+        self.patient = True
+        """Nobody is given up: then no live actor may fail."""
+        self.saved: list[Saved] = []
+        self.tagged: dict[str, SaveName] = {}
+        self.pending: dict[Actor, Saved] = {}
+        self.indexes: dict[str, PlainIndex] = {}
+        self.now = 1_000_000.0
+        self.faults: list[str] = []
+
+    # --- actors
+
+    def add(self, name: str, *acts: Callable[[Actor], None]) -> Actor:
+        """An actor that does `acts` one after the other."""
+
+        def body(actor: Actor) -> None:
+            for act in acts:
+                act(actor)
+
+        actor = self.scheduler.spawn(name, body)
+        actor.salt = self.salt
+        return actor
+
+    def context(self, actor: Actor, commit_fault: str = "") -> Context:
+        handle = Handle(self, actor)
+        handle.commit_fault = commit_fault
+        index = self.indexes.setdefault(actor.name, PlainIndex())
+        return Context(
+            handle,
+            CONFIG,
+            index,  # type: ignore[arg-type]
+            Path("/nonexistent"),
+            profile_named("fast"),
+            monotonic=lambda: 0.0,
+            now=lambda: self.now,
+        )
+
+    def store(self, actor: Actor) -> Store:
+        return Store(self.context(actor))
+
+    def save(
+        self,
+        value: int,
+        *,
+        branch: str = "main",
+        full: bool = False,
+        tags: tuple[str, ...] = (),
+        commit_fault: str = "",
+        of_epoch: dict[str, int] | None = None,
+    ) -> Callable[[Actor], None]:
+        """Save the state `value` as step `value`. `of_epoch["number"]` is the epoch that this run opened, if any."""
+
+        def act(actor: Actor) -> None:
+            epoch = None if of_epoch is None else of_epoch.get("number")
+            newest = max(self.truth.epochs[branch], default=0)
+            saved = self.pending[actor] = Saved(actor, value, branch, epoch, newest, tags)
+            self.saved.append(saved)
+            request = writer.SaveRequest(value, branch, tags, full=full, epoch=epoch)
+            try:
+                commit = writer.save(self.context(actor, commit_fault), captured(value), request)
+            except CkstoreError as error:
+                saved.error = error
+                return
+            saved.commit = commit
+            self._check_acknowledged(saved, commit)
+            for label in tags:
+                self.tagged[label] = SaveName.parse(commit.save)
+
+        return act
+
+    def _check_acknowledged(self, saved: Saved, commit: records.Commit) -> None:
+        name = SaveName.parse(commit.save)
+        if name not in self.truth.commits or self.truth.void(name):
+            self.faults.append(f"save {saved.value} was acknowledged but is not there")
+        if saved.epoch is not None and saved.newest_epoch > saved.epoch:
+            self.faults.append(f"save {saved.value} of epoch {saved.epoch} was acknowledged after {saved.newest_epoch} began")
+
+    def announced_by(self, actor: Actor, name: str) -> None:
+        save = SaveName.parse(name.removeprefix(layout.SAVES))
+        if actor in self.pending and save not in self.pending[actor].names:
+            self.pending[actor].names.append(save)
+
+    def deliver_later(self, name: str, data: bytes) -> None:
+        """A request that is still under way after its sender was told otherwise."""
+        self.add(f"network-{len(self.scheduler.actors)}", lambda actor: self._deliver(actor, name, data))
+
+    def _deliver(self, actor: Actor, name: str, data: bytes) -> None:
+        Handle(self, actor).put_if_absent(name, data)
+
+    def prune(self, clock: Callable[[], float] | None = None, **policy: Any) -> Callable[[Actor], None]:
+        def act(actor: Actor) -> None:
+            context = self.context(actor)
+            if clock is not None:
+                context.now = clock
+            self._expect(lambda: prune.prune(context, Retention.of(policy)), "prune")
+
+        return act
+
+    def drop(self, value: int) -> Callable[[Actor], None]:
+        """Remove the snapshot of the state `value` by hand."""
+
+        def act(actor: Actor) -> None:
+            victim = next(save for save, commit in self.truth.commits.items() if commit.step == value)
+            self.truth.may_drop.add(victim)
+            self._expect(lambda: prune.drop(self.context(actor), [victim]), "drop")
+
+        return act
+
+    def sweep(self, patience: float = 1e9) -> Callable[[Actor], None]:
+        """A gc; with patience 0 it gives up whoever has not finished."""
+        if patience == 0:
+            self.patient = False
+
+        def act(actor: Actor) -> None:
+            context = self.context(actor)
+
+            def whole() -> None:
+                prune.finish_condemned(context)
+                gc.sweep(context, patience)
+
+            self._expect(whole, "gc")
+
+        return act
+
+    def raise_floor(self) -> Callable[[Actor], None]:
+        return lambda actor: self._expect(lambda: floor.raise_floor(self.context(actor), least=1), "the floor")
+
+    def repack(self) -> Callable[[Actor], None]:
+        def act(actor: Actor) -> None:
+            context = self.context(actor)
+
+            def whole() -> None:
+                repack.finish_interrupted(context)
+                try:
+                    repack.repack(context, sparse=0.9)
+                except FencedError:
+                    if self.patient:
+                        raise
+
+            self._expect(whole, "repack")
+
+        return act
+
+    def restore(self, branch: str = "main") -> Callable[[Actor], None]:
+        """Restore `latest`; what comes must have been committed, and not be older than what `latest` was before."""
+
+        def act(actor: Actor) -> None:
+            before = self.truth.latest(branch)
+            epochs = dict(self.truth.epochs[branch])
+            dropped = set(self.truth.may_drop)
+            try:
+                found = value_of(self.store(actor).restore(f"branch:{branch}"))
+            except CkstoreError as error:
+                if before is not None:
+                    self.faults.append(f"restore of latest failed: {type(error).__name__}: {error}")
+                return
+            commits = [commit for commit in self.truth.commits.values() if commit.step == found]
+            if not commits:
+                self.faults.append(f"a restore gave {found}, which was never committed")
+            elif before and order_of(commits[-1]) < order_of(before) and (epochs, dropped) == (
+                self.truth.epochs[branch], self.truth.may_drop
+            ):  # fmt: skip
+                self.faults.append(f"a restore gave step {found}, though latest was step {before.step} when it began")
+
+        return act
+
+    def verify(self) -> Callable[[Actor], None]:
+        def act(actor: Actor) -> None:
+            report = self.store(actor).verify()
+            if not report.ok:
+                self.faults.append(f"verify found damage where there is none: {report.findings[0]}")
+
+        return act
+
+    def tag(self, label: str, value: int) -> Callable[[Actor], None]:
+        def act(actor: Actor) -> None:
+            try:
+                info = self.store(actor).tag(label, f"step:{value}")
+            except CkstoreError:
+                return  # it was being removed
+            self.tagged[label] = SaveName(info.order[1], info.order[2])
+
+        return act
+
+    def untag(self, label: str) -> Callable[[Actor], None]:
+        def act(actor: Actor) -> None:
+            if self.tagged.pop(label, None):
+                self.store(actor).untag(label)
+
+        return act
+
+    def open_epoch(self, epoch: dict[str, int], branch: str = "main") -> Callable[[Actor], None]:
+        """A new run takes over; its number goes into `epoch`."""
+
+        def act(actor: Actor) -> None:
+            best = self.truth.latest(branch)
+            try:
+                epoch["number"] = self.store(actor).open_epoch(branch)
+            except ConflictError as error:
+                # Stopped for so long that its pin was given up: it is told.
+                if self.patient:
+                    self.faults.append(f"open_epoch failed: {error}")
+                return
+            if best is not None and self.truth.latest(branch) is None:
+                self.faults.append(f"since epoch {epoch['number']} of {branch} was opened there is no latest any more")
+
+        return act
+
+    def _expect(self, call: Callable[[], object], what: str) -> None:
+        try:
+            call()
+        except CkstoreError as error:
+            self.faults.append(f"{what} failed: {type(error).__name__}: {error}")
+
+    # --- the verdict
+
+    def run(self) -> list[str]:
+        """Let everybody act, then check; what went wrong, in words."""
+        self.scheduler.run()
+        faults = self.faults + self.truth.faults
+        for actor in self.scheduler.actors:
+            if actor.failure is not None:
+                faults.append(f"{actor.name} failed: {type(actor.failure).__name__}: {actor.failure}")
+        return faults or self._final_faults()
+
+    def _final_faults(self) -> list[str]:
+        """Look at the quiet store through the engine, then let a last gc take everything away that may go."""
+        judge = Scheduler(_First())
+        found: list[str] = []
+
+        def body(actor: Actor) -> None:
+            actor.salt = self.salt
+            found.extend(self._check_saves() + self._check_snapshots(actor))
+            gc.sweep(self.context(actor), 0.0)
+            prune.finish_condemned(self.context(actor))
+            gc.sweep(self.context(actor), 0.0)
+            found.extend(self._check_leftovers() + self._check_snapshots(actor) + self.truth.faults)
+
+        actor = judge.spawn("judge", body)
+        judge.run()
+        if actor.failure is not None:
+            found.append(f"the quiet store fails: {type(actor.failure).__name__}: {actor.failure}")
+        return found
+
+    def _check_saves(self) -> list[str]:
+        """Acknowledged saves are there once; failed ones are not there at all; nobody fails without a reason."""
+        found = []
+        live = self.truth.live()
+        for saved in self.saved:
+            listed = [save for save in saved.names if save in live]
+            if len(listed) > 1:
+                found.append(f"save {saved.value} is listed twice")
+            if saved.commit is not None:
+                name = SaveName.parse(saved.commit.save)
+                if name not in live and name not in self.truth.removed:
+                    found.append(f"save {saved.value} was acknowledged and is lost")
+            if saved.error is not None and listed:
+                found.append(f"save {saved.value} failed ({saved.error}), yet it is listed")
+            if saved.error is not None and self.patient and not self._was_fenced(saved):
+                found.append(f"save {saved.value} failed without a reason: {type(saved.error).__name__}: {saved.error}")
+            if saved.error is not None and not self.patient and not isinstance(saved.error, FencedError | BackendError):
+                found.append(f"save {saved.value} failed strangely: {type(saved.error).__name__}: {saved.error}")
+        for label, save in self.tagged.items():
+            if save not in live or read_tag(self.raw, label) is None:
+                found.append(f"tag {label} was acknowledged, but its snapshot is gone")
+        return found
+
+    def _was_fenced(self, saved: Saved) -> bool:
+        epoch = saved.epoch or 0
+        return isinstance(saved.error, BackendError) or max(self.truth.epochs[saved.branch], default=0) > epoch
+
+    def _check_snapshots(self, actor: Actor) -> list[str]:
+        """What the engine lists is what there is, and every snapshot restores bit by bit."""
+        found = []
+        store = self.store(actor)
+        listed = {info.id: info for info in store.snapshots()}
+        live = self.truth.live()
+        if sorted(listed) != sorted(save.nonce for save in live):
+            found.append(f"the store lists {sorted(listed)}, but there are {sorted(map(str, live))}")
+        for save, commit in live.items():
+            if save in self.truth.quarantined and save not in self.truth.may_drop:
+                continue
+            try:
+                value = value_of(store.restore(f"id:{save.nonce}"))
+            except CkstoreError as error:
+                found.append(f"step {commit.step} cannot be restored: {type(error).__name__}: {error}")
+                continue
+            if value != commit.step:
+                found.append(f"step {commit.step} restores as {value}")
+        for branch in {commit.branch for commit in live.values()}:
+            best = self.truth.latest(branch)
+            if best is not None:
+                value = value_of(store.restore(f"branch:{branch}"))
+                if value != best.step:
+                    found.append(f"latest of {branch} is step {best.step}, but {value} was restored")
+        return found
+
+    def _check_leftovers(self) -> list[str]:
+        found = []
+        packs, needed = set(self.raw.list(layout.PACKS)), set(self.truth.needed())
+        if packs != needed:
+            found.append(f"after the last gc: orphans {sorted(packs - needed)}, missing {sorted(needed - packs)}")
+        live = self.truth.live()
+        for name in self.raw.list(layout.MANIFESTS):
+            if layout.owning_save(name) not in live:
+                found.append(f"after the last gc there is an orphan {name}")
+        left = self.raw.list(layout.SAVES) + self.raw.list(layout.PINS)
+        if left:
+            found.append(f"after the last gc there are {left}")
+        return found
+
+
+class _First:
+    def pick(self, current: int | None, runnable: list[int]) -> int:
+        return runnable[0]
