@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ckstore.retention import Retention
     from ckstore.state.match import RestoreReport
     from ckstore.store import Store
-    from ckstore.store import open_store as open  # noqa: A004 - the verb users expect
+    from ckstore.store import open_store as open
     from ckstore.verify import VerifyReport
 
 __version__ = "0.1.0"

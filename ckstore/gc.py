@@ -18,15 +18,17 @@ from ckstore.context import Context
 from ckstore.errors import BackendError, CorruptionError, NotFoundError
 from ckstore.history import History, list_saves, read_history, read_optional
 from ckstore.ids import SaveName
+from ckstore.progress import Progress, silent
 
 
 @dataclass(slots=True)
 class Sweep:
-    """What gc freed, or would free. Sizes in bytes."""
+    """What gc freed, or would free. Sizes in bytes; `removed` are snapshots whose removal had been cut short."""
 
     freed_bytes: int = 0
     freed_packs: int = 0
     freed_objects: int = 0
+    removed: list[SaveName] = field(default_factory=list)
     aborted: list[SaveName] = field(default_factory=list)
     waiting_for: list[str] = field(default_factory=list)
 
@@ -36,6 +38,7 @@ class Sweep:
             self.freed_bytes + later.freed_bytes,
             self.freed_packs + later.freed_packs,
             self.freed_objects + later.freed_objects,
+            self.removed + later.removed,
             self.aborted + later.aborted,
             later.waiting_for,
         )
@@ -51,18 +54,20 @@ class Garbage:
     waiting_for: tuple[str, ...]
 
 
-def sweep(context: Context, patience: float = PATIENCE_SECONDS) -> Sweep:
+def sweep(context: Context, patience: float = PATIENCE_SECONDS, progress: Progress = silent) -> Sweep:
     """Free everything that no live snapshot reaches and no undecided save may still need.
 
     `patience` is in seconds: how long the counter of an announcement may stand still before it is given up.
     """
     result = Sweep()
     garbage = _survey(context, patience, result.aborted)
-    for name in garbage.packs:
-        size = _size(context, name)
+    sizes = {name: _size(context, name) for name in garbage.packs}
+    total = sum(sizes.values())
+    for name, size in sizes.items():
         if context.backend.delete(name):
             result.freed_packs += 1
             result.freed_bytes += size
+            progress(result.freed_bytes, total)
     for name in garbage.objects:
         result.freed_objects += context.backend.delete(name)
     result.freed_bytes += context.backend.sweep_temporaries({str(save) for save in garbage.decided})
@@ -75,7 +80,7 @@ def plan_sweep(context: Context) -> Sweep:
     """What `sweep` would free now if it gave up nobody. Changes nothing."""
     garbage = _survey(context, None, [])
     sizes = [_size(context, name) for name in garbage.packs]
-    return Sweep(sum(sizes), len(sizes), len(garbage.objects), [], list(garbage.waiting_for))
+    return Sweep(sum(sizes), len(sizes), len(garbage.objects), waiting_for=list(garbage.waiting_for))
 
 
 def _survey(context: Context, patience: float | None, aborted: list[SaveName]) -> Garbage:

@@ -215,7 +215,8 @@ def read_history(context: Context) -> History:
         marks = read_marks(context.backend)
         decided = list_saves(context.backend, layout.SNAPSHOTS)
         floor = read_floor(context.backend)
-        saves = tuple(save for save in decided if not is_void(floor, save))
+        listed = set(floor.live)
+        saves = tuple(save for save in decided if save.sequence >= floor.sequence or str(save) in listed)
         if len(saves) == len(decided) or floor.number == number:
             return History(context, marks, saves)
         number = floor.number

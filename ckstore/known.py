@@ -18,7 +18,6 @@ from ckstore.history import Marks, read_decision
 from ckstore.ids import SaveName, digest
 from ckstore.relocation import Relocations
 
-
 _LOST = (CorruptionError, FormatError, NotFoundError)
 """A damaged parent is only a lost chance to save space; verify and restore are the ones to report it."""
 

@@ -18,8 +18,11 @@ from ckstore.errors import CkstoreError
 from ckstore.format import records
 from ckstore.history import History, order_of, read_history, read_marks, read_tags
 from ckstore.ids import SaveName, new_nonce
-from ckstore.retention import Facts, Retention
 from ckstore.meta import decode_meta
+from ckstore.retention import Facts, Retention
+
+TAGGED = "tagged"
+LAST = "the last good snapshot of its branch"
 
 
 @dataclass(slots=True)
@@ -45,9 +48,8 @@ def prune(context: Context, policy: Retention, branch: str | None = None) -> Rem
     plan = _plan(context, read_history(context), policy, branch, own)
     result = Removal(keep=dict(plan.keep))
     for save in victims:
-        if save in plan.drop:
-            _remove_unless_named(context, save, announcers, tags, result)
-        else:
+        # One spared only for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
+        if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) == TAGGED:
             context.backend.delete(own[save])
     return result
 
@@ -65,10 +67,9 @@ def drop(context: Context, saves: Collection[SaveName], force: bool = False) -> 
     result = Removal()
     for save in saves:
         if save in last:
+            result.spared[save] = LAST
+        if save in last or _remove_unless_named(context, save, announcers, tags, result):
             context.backend.delete(own[save])
-            result.spared[save] = "the last good snapshot of its branch"
-        else:
-            _remove_unless_named(context, save, announcers, tags, result)
     return result
 
 
@@ -89,10 +90,9 @@ def finish_condemned(context: Context) -> Removal:
     last = _best_of_branches(history)
     for save in waiting:
         if save in last:
+            result.spared[save] = LAST
+        if save in last or save not in history.saves or _remove_unless_named(context, save, announcers, tags, result):
             context.backend.delete(own[save])
-            result.spared[save] = "the last good snapshot of its branch"
-        elif save in history.saves:
-            _remove_unless_named(context, save, announcers, tags, result)
     return result
 
 
@@ -104,19 +104,21 @@ def condemn(context: Context, saves: Iterable[SaveName]) -> dict[SaveName, str]:
 
 def _remove_unless_named(
     context: Context, save: SaveName, announcers: list[Announcer], tags: dict[str, SaveName], result: Removal
-) -> None:
+) -> str:
+    """Remove a condemned snapshot unless somebody depends on it or it is tagged; then the reason, else nothing."""
     dependant = next((announcer for announcer in announcers if announcer.depends_on(save)), None)
     if dependant is not None:
         result.spared[save] = dependant.purpose
     elif save in tags.values():
-        result.spared[save] = "tagged"
+        result.spared[save] = TAGGED
     else:
         facts.add(context, save, "removed", {})
         result.removed.append(save)
+    return result.spared.get(save, "")
 
 
 def _best_of_branches(history: History) -> set[SaveName]:
-    """For each branch the snapshot that `latest` means; of a branch whose good ones are all condemned it is one of them."""
+    """For each branch the snapshot that `latest` means; where all good ones are condemned it is one of them."""
     newest = (next(history.candidates(branch), None) for branch in history.branches())
     return {found[0] for found in newest if found is not None}
 

@@ -29,6 +29,7 @@ from ckstore.ids import SaveName, new_nonce
 from ckstore.known import read_manifest
 from ckstore.pack import PACK_SIZE, PackWriter, read_footer
 from ckstore.process import current_owner
+from ckstore.progress import Progress, silent
 from ckstore.relocation import Relocations, mark_name
 
 SPARSE = 0.5
@@ -49,8 +50,14 @@ class _Use:
         return sum(place.stored for _, place in self.frames.values())
 
 
-def repack(context: Context, sparse: float = SPARSE) -> int:
-    """Repack sparse packs; the bytes that gc can free now. A pack with a damaged frame is left as it is."""
+def plan_repack(context: Context, sparse: float = SPARSE) -> int:
+    """About how many bytes a repack and the sweep after it would free, new packs counted. Changes nothing."""
+    victims = _sparse(_uses(context, read_history(context)), sparse)
+    return sum(use.size - use.live_bytes for use in victims.values())
+
+
+def repack(context: Context, sparse: float = SPARSE, progress: Progress = silent) -> int:
+    """Repack sparse packs; the bytes of the new packs. A pack with a damaged frame is left as it is."""
     victims = _sparse(_uses(context, read_history(context)), sparse)
     if not victims:
         return 0
@@ -64,7 +71,7 @@ def repack(context: Context, sparse: float = SPARSE) -> int:
             discard(context, save, "its sequence is below the floor")
             return 0
         try:
-            relocation, freed = _copy(context, save, victims, sparse)
+            relocation = _copy(context, save, victims, sparse, progress)
         except BaseException as error:
             discard(context, save, f"{type(error).__name__}: {error}")
             withdraw(context, save, victims)
@@ -76,7 +83,7 @@ def repack(context: Context, sparse: float = SPARSE) -> int:
         commit(context, relocation)
     finish(context, save, relocation)
     withdraw(context, save, victims)
-    return freed
+    return sum(pack.size for pack in relocation.packs)
 
 
 def finish(context: Context, save: SaveName, relocation: records.Relocation) -> None:
@@ -161,23 +168,27 @@ def _sparse(uses: dict[str, _Use], share: float) -> dict[str, _Use]:
 
 
 def _copy(
-    context: Context, save: SaveName, victims: dict[str, _Use], sparse: float
-) -> tuple[records.Relocation | None, int]:
+    context: Context, save: SaveName, victims: dict[str, _Use], sparse: float, progress: Progress
+) -> records.Relocation | None:
     """Copy what is live in `victims`, as it is stored. None if there is nothing that may be moved."""
     for pack in victims:
         fact = _relocating(pack, save).rpartition("/")[2]
         facts.add(context, layout.save_of_pack(pack), fact, {}, durable=False)
     wanted = _wanted_by_others(context, save)
     if wanted is None:
-        return None, 0
-    now = _sparse(_uses(context, read_history(context)), sparse)
+        return None
+    history = read_history(context)
+    now = _sparse(_uses(context, history), sparse)
+    wanted |= _moved_by_others(history, save, now)
     chosen = {pack: now[pack] for pack in victims if pack in now and pack not in wanted}
-    copier = _Copier(context, save, sum(use.live_bytes for use in chosen.values()))
+    done, total = 0, sum(use.live_bytes for use in chosen.values())
+    copier = _Copier(context, save, total)
     for pack, use in sorted(chosen.items()):
         with suppress(CorruptionError, NotFoundError):  # damaged, or freed since it was looked at
             copier.copy(pack, use)
-    freed = sum(chosen[pack].size - chosen[pack].live_bytes for pack in chosen if copier.moved_from(pack))
-    return copier.finish(), freed
+        done += use.live_bytes
+        progress(done, total)
+    return copier.finish()
 
 
 def _wanted_by_others(context: Context, save: SaveName) -> set[str] | None:
@@ -197,6 +208,17 @@ def _wanted_by_others(context: Context, save: SaveName) -> set[str] | None:
     return wanted
 
 
+def _moved_by_others(history: History, save: SaveName, packs: Iterable[str]) -> set[str]:
+    """Those of `packs` that another repack may be moving, and those that it moves frames into.
+
+    Two tables for one pack would overwrite each other, and a table of a pack into which frames are still being moved
+    would lack them. Each repack marks and then looks: one of two sees the other.
+    """
+    others = {pack: nonces - {save.nonce} for pack, nonces in history.marks.relocating.items()}
+    unfinished = {nonce for nonces in others.values() for nonce in nonces}
+    return {pack for pack in packs if others.get(pack) or layout.save_of_pack(pack).nonce in unfinished}
+
+
 class _Copier:
     """Writes live frames into new packs and remembers where each went."""
 
@@ -206,7 +228,6 @@ class _Copier:
         self._size_hint = size_hint
         self._packs: list[records.PackRef] = []
         self._open: PackWriter | None = None
-        self._open_name = ""
         self._moved: list[tuple[str, str, bytes, int]] = []
 
     def copy(self, pack: str, use: _Use) -> None:
@@ -228,9 +249,6 @@ class _Copier:
                 self._close()
         self._moved += moved
 
-    def moved_from(self, pack: str) -> bool:
-        return any(old == pack for old, _, _, _ in self._moved)
-
     def finish(self) -> records.Relocation | None:
         """The record of it all, once every new pack is durable."""
         self._close()
@@ -250,8 +268,8 @@ class _Copier:
 
     def _writer(self) -> PackWriter:
         if self._open is None:
-            self._open_name = layout.pack(self._save, 0, len(self._packs))
-            self._open = PackWriter(self._context.backend, self._open_name, min(PACK_SIZE, self._size_hint))
+            name = layout.pack(self._save, 0, len(self._packs))
+            self._open = PackWriter(self._context.backend, name, min(PACK_SIZE, self._size_hint))
         return self._open
 
     def _close(self) -> None:

@@ -31,8 +31,10 @@ def set_aside(backend: Backend) -> None:
 @contextmanager
 def spending(context: Context) -> Iterator[Context]:
     """The same store, whose writes give the reserve back when the storage is full. It is made again afterwards."""
-    yield replace(context, backend=_Spending(context.backend))
-    set_aside(context.backend)
+    try:
+        yield replace(context, backend=_Spending(context.backend))
+    finally:
+        set_aside(context.backend)
 
 
 class _Spending:

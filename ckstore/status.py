@@ -10,6 +10,7 @@ from ckstore.context import Context
 from ckstore.errors import CorruptionError, NotFoundError
 from ckstore.gc import plan_sweep
 from ckstore.history import read_history, read_tags
+from ckstore.repack import plan_repack
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def status(context: Context) -> StatusReport:
         except NotFoundError:
             continue
     try:
-        report.reclaimable_bytes = plan_sweep(context).freed_bytes
+        report.reclaimable_bytes = plan_sweep(context).freed_bytes + plan_repack(context)
     except CorruptionError as error:
         report.blocked = str(error)
     return report

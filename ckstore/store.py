@@ -19,19 +19,20 @@ from ckstore.backend.url import open_backend
 from ckstore.codec.choose import profile_named
 from ckstore.context import Context
 from ckstore.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
-from ckstore.format import records
+from ckstore.format import envelope, records
 from ckstore.history import read_decision, read_epochs, read_history, read_marks, read_tags
 from ckstore.ids import SaveName, check_label
 from ckstore.index import ChunkIndex
 from ckstore.info import SnapshotInfo, snapshot_infos, state_of
 from ckstore.meta import encode_meta
 from ckstore.process import current_owner
+from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport
 from ckstore.reserve import set_aside, spending
 from ckstore.retention import Retention
 from ckstore.state.capture import capture
 from ckstore.state.match import RestoreReport
-from ckstore.verify import Progress, Verifier, VerifyReport
+from ckstore.verify import Verifier, VerifyReport
 
 DEFAULT_CACHE = Path("~/.cache/ckstore")
 
@@ -85,6 +86,8 @@ def _read_config(backend: Backend) -> records.Config | None:
         data = backend.get(layout.CONFIG, limit=records.MAX_RECORD)
     except NotFoundError:
         return None
+    if data[: len(envelope.MAGIC)] != envelope.MAGIC:
+        raise FormatError(f"{backend.url} is no ckstore store: its file {layout.CONFIG} is something else")
     config = records.decode(data, records.Config, layout.CONFIG)
     if config.format != records.FORMAT:
         raise FormatError(f"{backend.url} has format {config.format}; this version reads format {records.FORMAT}")
@@ -223,7 +226,7 @@ class Store:
         return {label: save.nonce for label, save in read_tags(self._context.backend).items()}
 
     def verify(
-        self, ref: str | int | None = None, *, deep: bool = True, mark: bool = True, progress: Progress | None = None
+        self, ref: str | int | None = None, *, deep: bool = True, mark: bool = True, progress: Progress = silent
     ) -> VerifyReport:
         """Read and check everything, or one snapshot; damage is reported, never raised.
 
@@ -234,7 +237,12 @@ class Store:
         return Verifier(self._context, deep=deep, mark=mark, progress=progress).run(only)
 
     def prune(
-        self, policy: Retention | Mapping[str, Any], *, branch: str | None = None, dry_run: bool = False
+        self,
+        policy: Retention | Mapping[str, Any],
+        *,
+        branch: str | None = None,
+        dry_run: bool = False,
+        progress: Progress = silent,
     ) -> PruneReport:
         """Remove the snapshots that `policy` does not keep, and free what only they needed."""
         checked = Retention.of(policy)
@@ -242,28 +250,36 @@ class Store:
             return prune.report_plan(prune.plan_prune(self._context, checked, branch))
         with spending(self._context) as context:
             removal = prune.prune(context, checked, branch)
-            return prune.report(removal, gc.sweep(context).freed_bytes)
+            return prune.report(removal, gc.sweep(context, progress=progress).freed_bytes)
 
-    def drop(self, ref: str | int, *, force: bool = False) -> PruneReport:
+    def drop(self, ref: str | int, *, force: bool = False, progress: Progress = silent) -> PruneReport:
         """Remove one snapshot, even one whose record cannot be read. The last good one of a branch only with `force`."""
         save = self._droppable(ref, force)
         with spending(self._context) as context:
             removal = prune.drop(context, [save], force)
-            return prune.report(removal, gc.sweep(context).freed_bytes)
+            return prune.report(removal, gc.sweep(context, progress=progress).freed_bytes)
 
-    def gc(self, dry_run: bool = False, *, patience: float = PATIENCE_SECONDS) -> gc.Sweep:
+    def gc(
+        self, dry_run: bool = False, *, patience: float = PATIENCE_SECONDS, progress: Progress = silent
+    ) -> gc.Sweep:
         """Free what no snapshot reaches; finish removals that were cut short; give up saves whose writer is gone.
 
-        `patience`: seconds that a save of an unknown process may stand still before it is given up.
+        Packs that are mostly dead are repacked. `patience`: seconds that a save of an unknown process may stand still
+        before it is given up. With `dry_run` nothing changes, and what a repack would free is an estimate.
         """
         if dry_run:
-            return gc.plan_sweep(self._context)
+            planned = gc.plan_sweep(self._context)
+            planned.freed_bytes += repack.plan_repack(self._context)
+            return planned
         with spending(self._context) as context:
-            prune.finish_condemned(context)
+            removed = prune.finish_condemned(context).removed
             repack.finish_interrupted(context)
-            freed = gc.sweep(context, patience)
-            if repack.repack(context):
-                freed += gc.sweep(context, patience)
+            freed = gc.sweep(context, patience, progress)
+            written = repack.repack(context, progress=progress)
+            if written:
+                freed += gc.sweep(context, patience, progress)
+                freed.freed_bytes -= written
+            freed.removed = removed
             floor.raise_floor(context)
             return freed
 
@@ -277,10 +293,10 @@ class Store:
         facts.quarantine(self._context, self._save_name(info), {"reason": reason, "during": "by hand"})
         return self._find(f"id:{info.id}")[1]
 
-    def clear(self, ref: str | int) -> SnapshotInfo:
+    def clear(self, ref: str | int, *, progress: Progress = silent) -> SnapshotInfo:
         """Undo the quarantine of a snapshot, after a repair; it is verified first. `CorruptionError` if still damaged."""
         _, info = self._find(ref)
-        report = self.verify(f"id:{info.id}", mark=False)
+        report = self.verify(f"id:{info.id}", mark=False, progress=progress)
         if not report.ok:
             found = report.findings[0]
             raise CorruptionError(f"{found.what}: snapshot {info.id} stays quarantined", name=found.name, offset=found.offset)
@@ -356,7 +372,7 @@ class Store:
         save, commit = next(refs.candidates(history, parsed))
         good = [found for found, _ in history.candidates(commit.branch)]
         if not force and good == [save]:
-            raise InvalidInputError(f"{ref!r} is the last good snapshot of branch {commit.branch}; force=True drops it")
+            raise InvalidInputError(f"{ref!r} is the last good snapshot of branch {commit.branch}; force=True (--force) drops it")
         return save
 
     @staticmethod

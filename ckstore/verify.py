@@ -19,11 +19,9 @@ from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.opened import Opened, open_manifest
 from ckstore.pack import check_pack, read_frame
+from ckstore.progress import Progress
 from ckstore.relocation import Relocations, relocated_manifest
 from ckstore.state.build import allocate
-
-Progress = Callable[[int, int], None]
-"""Called with bytes checked so far and bytes to check in all."""
 
 _PASSING = ("condemned-", "relocating-")
 """Marks whose name says all and whose bytes a power cut may damage: they are put for visibility only."""
@@ -68,10 +66,19 @@ class _Subject:
     broken: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Need:
+    """A frame that snapshots need: where it is, its plain size in bytes, and who needs it for which path."""
+
+    place: Location
+    plain: int
+    uses: list[tuple[_Subject, str]] = field(default_factory=list)
+
+
 class Verifier:
     """One verification of some or all snapshots of a store. `run` does it all."""
 
-    def __init__(self, context: Context, *, deep: bool, mark: bool, progress: Progress | None) -> None:
+    def __init__(self, context: Context, *, deep: bool, mark: bool, progress: Progress) -> None:
         self._context = context
         self._deep = deep
         self._mark = mark
@@ -130,22 +137,42 @@ class Verifier:
             for pack in packs or ():
                 users.setdefault(pack.name, []).append(subject)
                 sizes[pack.name] = pack.size
+        needs = _needs(subjects)
         total = sum(sizes.values())
         for name in sorted(users):
-            self._check_pack(name, sizes[name], users[name])
+            self._check_pack(name, sizes[name], users[name], needs.get(name, {}))
             self._report.packs += 1
             self._report.bytes += sizes[name]
-            if self._progress:
-                self._progress(self._report.bytes, total)
+            self._progress(self._report.bytes, total)
 
-    def _check_pack(self, name: str, size: int, users: list[_Subject]) -> None:
+    def _check_pack(self, name: str, size: int, users: list[_Subject], frames: dict[tuple[int, bytes], _Need]) -> None:
+        """Scrub a pack, then (deep) decode the frames that snapshots need. A frame is reported once."""
         if self._context_size(name) is None:
             self._find(name, "the pack is missing", None, users)
             return
+        known = set()
         for fault in self._try(name, lambda: check_pack(self._context.backend, name, size), users, blame=False) or ():
-            self._find(name, fault.what, fault.offset, [])
-        if self._deep:
-            self._check_chunks(name, users)
+            hit = [need for (offset, _), need in frames.items() if offset == fault.offset]
+            for need in hit:
+                self._report_frame(need, CorruptionError(fault.what, name=name, offset=fault.offset))
+            if not hit:
+                self._find(name, fault.what, fault.offset, [])
+            known.add(fault.offset)
+        for (offset, chunk), need in sorted(frames.items()) if self._deep else ():
+            self._report.chunks += 1
+            if offset not in known:
+                try:
+                    self._read_frame(need.place, chunk, allocate(need.plain))
+                except (CorruptionError, FormatError, NotFoundError) as error:
+                    self._report_frame(need, error)
+
+    def _report_frame(self, need: _Need, error: CkstoreError) -> None:
+        what = error.what if isinstance(error, CorruptionError) else str(error)
+        paths = sorted({path for _, path in need.uses})
+        self._find(need.place.pack, what, need.place.offset, [subject for subject, _ in need.uses], paths)
+        if self._mark and isinstance(error, CorruptionError):
+            with suppress(BackendError):
+                facts.mark_damage(self._context, error, need.place.stored)
 
     def _context_size(self, name: str) -> int | None:
         try:
@@ -153,26 +180,12 @@ class Verifier:
         except NotFoundError:
             return None
 
-    def _check_chunks(self, pack: str, users: list[_Subject]) -> None:
-        """Decode every frame of `pack` that some snapshot needs and compare it with the chunk's identity."""
-        wanted: dict[tuple[int, bytes], tuple[Location, int, list[tuple[_Subject, str]]]] = {}
-        for subject in users:
-            for opened in subject.opened:
-                for row, plain, path in _rows_in(opened, pack):
-                    place = opened.manifest.locations[row]
-                    key = (place.offset, opened.manifest.ids[row])
-                    wanted.setdefault(key, (place, plain, []))[2].append((subject, path))
-        for (offset, chunk), (place, plain, uses) in sorted(wanted.items()):
-            scratch = allocate(plain)
-            try:
-                read_frame(self._context.backend, place, chunk, scratch)
-            except (CorruptionError, FormatError, NotFoundError) as error:
-                what = error.what if isinstance(error, CorruptionError) else str(error)
-                self._find(pack, what, offset, [subject for subject, _ in uses], sorted({path for _, path in uses}))
-                if self._mark and isinstance(error, CorruptionError):
-                    with suppress(BackendError):
-                        facts.mark_damage(self._context, error, place.stored)
-            self._report.chunks += 1
+    def _read_frame(self, place: Location, chunk: bytes, into: memoryview) -> None:
+        """Read a frame; once more if it looks damaged, as a transient fault must not pass for damage."""
+        try:
+            read_frame(self._context.backend, place, chunk, into)
+        except CorruptionError:
+            read_frame(self._context.backend, place, chunk, into)
 
     def _check_small_records(self, history: History) -> None:
         """Config, decisions, tags, epochs, floor, announcements and marks: each must at least be readable."""
@@ -230,13 +243,20 @@ def _moved(before: Marks, after: Marks, subjects: list[_Subject]) -> bool:
     return before.relocated != after.relocated or any(subject.save in after.removed for subject in subjects)
 
 
-def _rows_in(opened: Opened, pack: str) -> Iterable[tuple[int, int, str]]:
-    """Row, plain size and path of every chunk that the manifest places in `pack`."""
-    manifest = opened.manifest
-    for blob, rows in enumerate(manifest.chunks_of_blob()):
-        for index, row in enumerate(rows):
-            if manifest.locations[row].pack == pack:
-                yield row, manifest.plain_size(blob, index), opened.paths.get(blob, "")
+def _needs(subjects: list[_Subject]) -> dict[str, dict[tuple[int, bytes], _Need]]:
+    """By pack, then by offset and chunk, every frame that some snapshot needs."""
+    found: dict[str, dict[tuple[int, bytes], _Need]] = {}
+    for subject in subjects:
+        for opened in subject.opened:
+            manifest = opened.manifest
+            for blob, rows in enumerate(manifest.chunks_of_blob()):
+                for index, row in enumerate(rows):
+                    place = manifest.locations[row]
+                    need = found.setdefault(place.pack, {}).setdefault(
+                        (place.offset, manifest.ids[row]), _Need(place, manifest.plain_size(blob, index))
+                    )
+                    need.uses.append((subject, opened.paths.get(blob, "")))
+    return found
 
 
 def _read(backend: Backend, name: str, kind: type[T]) -> T | None:

@@ -119,6 +119,7 @@ def sweep(report: Sweep, dry_run: bool) -> Document:
         "freed_bytes": report.freed_bytes,
         "freed_packs": report.freed_packs,
         "freed_objects": report.freed_objects,
+        "removed": [save.nonce for save in report.removed],
         "aborted": [save.nonce for save in report.aborted],
         "waiting_for": list(report.waiting_for),
     }

@@ -108,8 +108,8 @@ def clear(call: Call) -> None:
     """
     from ckstore.cli import documents, tables
 
-    with call.open() as store, call.meter("verifying"):
-        info = store.clear(call.words[0])
+    with call.open() as store, call.meter("verifying") as meter:
+        info = store.clear(call.words[0], progress=meter)
     call.answer(
         lambda: documents.snapshot(info),
         lambda out: tables.line(out, f"snapshot {info.id}, step {info.step}, is whole and in use again"),

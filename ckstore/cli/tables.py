@@ -205,6 +205,8 @@ def pruning(out: Console, report: PruneReport) -> None:
 
 
 def sweep(out: Console, report: Sweep, dry_run: bool) -> None:
+    for save in report.removed:
+        line(out, f"finished the removal of snapshot {save.nonce}")
     for save in report.aborted:
         line(out, f"gave up the save {save.nonce}: its writer is gone or stood still")
     for purpose in report.waiting_for:

@@ -103,14 +103,14 @@ def prune(
 
 
 def _prune(call: Call, policy: dict[str, Any], branch: str | None, dry_run: bool) -> PruneReport:
-    with call.open() as store, call.meter("pruning"):
-        report: PruneReport = store.prune(policy, branch=branch, dry_run=dry_run)
+    with call.open() as store, call.meter("pruning") as meter:
+        report: PruneReport = store.prune(policy, branch=branch, dry_run=dry_run, progress=meter)
     return report
 
 
 def _drop(call: Call, ref: str, force: bool) -> PruneReport:
-    with call.open() as store, call.meter("removing"):
-        report: PruneReport = store.drop(ref, force=force)
+    with call.open() as store, call.meter("removing") as meter:
+        report: PruneReport = store.drop(ref, force=force, progress=meter)
     return report
 
 
@@ -134,6 +134,6 @@ def gc(
     from ckstore.retention import parse_duration
 
     seconds = parse_duration(patience)
-    with call.open() as store, call.meter("freeing"):
-        report = store.gc(dry_run, patience=seconds)
+    with call.open() as store, call.meter("freeing") as meter:
+        report = store.gc(dry_run, patience=seconds, progress=meter)
     call.answer(lambda: documents.sweep(report, dry_run), lambda out: tables.sweep(out, report, dry_run))

@@ -33,7 +33,7 @@ class Outcome:
 def main() -> int:
     """Run the demo; 0 if the resumed run is bit-identical, 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--steps", type=int, default=120, help="steps of training in each run (default 120)")
+    parser.add_argument("--steps", type=int, default=150, help="steps of training in each run (default 150)")
     parser.add_argument("--save-every", type=int, default=15, help="steps between saves (default 15)")
     parser.add_argument("--seed", type=int, help="chooses where the run is killed (default: at random)")
     parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="emptied first (default demo-run)")

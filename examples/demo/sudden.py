@@ -20,10 +20,10 @@ R = TypeVar("R")
 class SuddenDeath(FsWrapper):
     """A file system that kills its own process at one system call of one save, both chosen by `seed`.
 
-    The save is one of this process's, but neither the first nor the `last`. The call is chosen among as many as the save
-    before it made, so that it falls anywhere between the announcement and the fsync behind the commit; should the save
-    make fewer, it is the next one's turn, in its first half. A write is cut in half; any other call is not made. What was
-    hit is written to `note` first.
+    The save is one of this process's, but neither the first nor the `last`. The call is chosen among as many as the
+    save before it made, so that it falls anywhere between the announcement and the fsync behind the commit; should the
+    save make fewer, it is the next one's turn, in its first half. A write is cut in half; any other call is not made.
+    What was hit is written to `note` first.
     """
 
     def __init__(self, seed: int, last: int, note: Path) -> None:

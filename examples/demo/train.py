@@ -34,9 +34,9 @@ class Settings:
     result: str
     store: str = ""
     cache: str = ""
-    steps: int = 120
+    steps: int = 150
     save_every: int = 15
-    batch: int = 8
+    batch: int = 4
     layers: int = 8
     width: int = 320
     text: int = 16 * 2**20
@@ -73,6 +73,10 @@ class Run:
         self.scheduler.step()
         self.losses.append(loss.item())
 
+    def recent_loss(self, steps: int) -> float:
+        """The mean over the last `steps`; one batch of four is too noisy to show."""
+        return sum(self.losses[-steps:]) / steps
+
     def digests(self) -> dict[str, str]:
         """A hash of every tensor and number of the state, taken from the living objects."""
         return digests_of(
@@ -101,7 +105,7 @@ def train(settings: Settings) -> Run:
         for n, batch in zip(range(settings.steps), run.batches(), strict=False):
             run.step(*batch)
             if (n + 1) % settings.save_every == 0:
-                print(f"  step {n + 1:4}  loss {run.losses[-1]:.4f}", flush=True)
+                print(f"  step {n + 1:4}  loss {run.recent_loss(settings.save_every):.4f}", flush=True)
     return run
 
 
@@ -129,7 +133,8 @@ def train_with_saves(run: Run, settings: Settings) -> None:
             with fs.watching() if fs else nullcontext():
                 info = checkpointer.step(n + 1, loss=run.losses[-1])
             if info:
-                print(f"  step {n + 1:4}  loss {run.losses[-1]:.4f}  saved in {info.seconds:.2f} s", flush=True)
+                loss = run.recent_loss(settings.save_every)
+                print(f"  step {n + 1:4}  loss {loss:.4f}  saved in {info.seconds:.2f} s", flush=True)
 
 
 def settings_from(arguments: list[str] | None = None) -> Settings:

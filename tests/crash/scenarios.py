@@ -91,8 +91,8 @@ def repack(host: Host) -> Run:
     run = _stored(host, range(0))
     with limits(PACK_BYTES=64 << 10):
         run.save(1, state={"left": _noise(1, 1000), "gone": _noise(2, 30_000)})
-    run.save(2, state={"left": _noise(1, 1000), "new": _noise(3, 10)})
-    run.save(3, state={"left": _noise(1, 1000), "new": _noise(4, 10)})
+    run.save(2, state={"left": _noise(1, 1000), "new": _noise(3, 3000)})
+    run.save(3, state={"left": _noise(1, 1000), "new": _noise(4, 3000)})
     run.drop(list(run.infos)[0])
     run = run.settled()
     run.gc()
@@ -120,9 +120,9 @@ def drop(host: Host) -> Run:
 
 def gc_after_kill(host: Host) -> Run:
     """gc gives up a save that was killed after its packs were written, and finishes a prune that was killed."""
-    run = _stored(host, range(1, 4))
+    run = _stored(host, range(1, 3))
     with limits(INLINE_BYTES=0):
-        _killed_when(run, "/snapshots/", lambda: run.save(4))
+        _killed_when(run, "/snapshots/", lambda: run.save(3))
     _killed_when(run, "/removed", lambda: run.prune(keep_last=1))
     run = run.settled()
     run.gc()

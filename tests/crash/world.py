@@ -31,6 +31,7 @@ from ckstore.testing.simfs import SimFs
 
 ROOT = "/disk/store"
 CHUNK = 4096
+RESERVE = 2 * CHUNK
 
 
 def state_of(step: int, salt: int = 0) -> dict[str, Any]:
@@ -305,7 +306,7 @@ def simulate(patch: pytest.MonkeyPatch) -> Host:
     patch.setattr(announce, "Renewal", _NoRenewal)
     patch.setattr(writer, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
-    patch.setattr(reserve, "RESERVE_BYTES", 2 * CHUNK)
+    patch.setattr(reserve, "RESERVE_BYTES", RESERVE)
     patch.setattr(writer, "PACK_BYTES", 2 * CHUNK)
     return Host(patch)
 

@@ -23,11 +23,10 @@ import pytest
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """In the source of `target` ("module:function" or "module:Class.method"), `old` becomes `new`."""
+    """In the source of `target` ("module:function" or "module:Class.method"), the first of each pair becomes the second."""
 
     target: str
-    old: str
-    new: str
+    changes: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ class Rule:
     scenario: str
     budget: int
     edits: tuple[Edit, ...]
-    seed: int = 0
 
 
 @contextmanager
@@ -70,13 +68,167 @@ def _same(found: object, original: object) -> bool:
 
 def _compiled(original: Callable[..., Any], edit: Edit, module: ModuleType, name: str) -> Any:
     source = textwrap.dedent(inspect.getsource(original))
-    old, new = _block(edit.old), _block(edit.new)
-    assert source.count(old) == 1, f"{edit.target} holds {source.count(old)} times:\n{old}\n--- in\n{source}"
-    code = compile(source.replace(old, new), f"<{edit.target} mutated>", "exec", __future__.annotations.compiler_flag)
+    for old, new in edit.changes:
+        assert source.count(old) == 1, f"{edit.target} holds {source.count(old)} times:\n{old}\n--- in\n{source}"
+        source = source.replace(old, new)
+    code = compile(source, f"<{edit.target} mutated>", "exec", __future__.annotations.compiler_flag)
     names: dict[str, Any] = {}
     exec(code, vars(module), names)
     return names[name]
 
 
-def _block(text: str) -> str:
-    return textwrap.dedent(text).strip("\n") if text.startswith("\n") else text
+
+def _edit(target: str, *changes: tuple[str, str]) -> Edit:
+    return Edit(f"ckstore.{target}", changes)
+
+
+def _rule(name: str, scenario: str, *edits: Edit, budget: int = 2000) -> Rule:
+    return Rule(name, scenario, budget, edits)
+
+
+_ANNOUNCED_LATE = _edit(
+    "announce:announced",
+    ("publish(0)\n    renewal = Renewal(publish)\n    try:\n        marks = read_marks(backend)\n",
+     "marks = read_marks(backend)\n    publish(0)\n    renewal = Renewal(publish)\n    try:\n"),
+)  # fmt: skip
+
+RULES = (
+    # --- saves
+    _rule("a save announces itself, then reads facts", "beside drop", _ANNOUNCED_LATE),
+    _rule("a save builds on nothing condemned", "reuse", _edit(
+        "announce:announced", ("marks.removed | marks.quarantined | marks.condemned.keys()", "marks.removed"))),
+    _rule("an index hit counts only in the closure of an announced parent", "stale index", _edit(
+        "known:Known.find",
+        ("if written is not None and written.pack in self._sizes:\n            with suppress(*_LOST):\n",
+         "if written is not None:\n            with suppress(*_LOST):\n"
+         "                self._sizes.setdefault(written.pack, self._context.backend.stat(written.pack))\n"))),
+    _rule("packs are durable before the commit record", "reuse", _edit(
+        "pack:PackWriter._end_stream",
+        ("stream.commit()", "self._backend.__dict__.setdefault('deferred', []).append(stream)")), _edit(
+        "writer:save",
+        ("            commit(context, record)\n",
+         "            commit(context, record)\n"
+         "            [late.commit() for late in context.backend.__dict__.pop('deferred', [])]\n"))),
+    _rule("an announcement stays until its save is decided", "reuse", _edit(
+        "announce:announced", ("if _is_decided(backend, SaveName.parse(record.save)):", "if True:")), _edit(
+        "writer:save",
+        ("            commit(context, record)\n            _set_tags", "        commit(context, record)\n        _set_tags"))),
+    # --- commits
+    _rule("a commit is created if absent, not put", "given up", _edit(
+        "commit:_create",
+        ("created = context.backend.put_if_absent(layout.snapshot(save), records.encode(record))",
+         "created = context.backend.put(layout.snapshot(save), records.encode(record)) is None"))),
+    _rule("who finds the name taken reads what was decided", "given up", _edit(
+        "commit:_create", ("if not created and not isinstance(read_decision(context, save), type(record)):", "if False:"))),
+    _rule("nobody reports failure before trying ABORT", "network", _edit(
+        "commit:_create",
+        ("if not _won_after_all(context, save, error):\n            raise\n        created = True", "raise"))),
+    _rule("the name of a removed snapshot is never freed", "network", _edit(
+        "prune:_remove_unless_named",
+        ('facts.add(context, save, "removed", {})', "context.backend.delete(layout.snapshot(save))"))),
+    _rule("the name of an aborted save is never freed", "given up", _edit(
+        "gc:sweep",
+        ("    result.waiting_for = list(garbage.waiting_for)\n",
+         "    result.waiting_for = list(garbage.waiting_for)\n"
+         "    for late in result.aborted:\n        context.backend.delete(layout.snapshot(late))\n"))),
+    # --- removal
+    _rule("a remover condemns, then lists who depends", "beside drop", _edit(
+        "prune:drop",
+        ("    own = condemn(context, saves)\n"
+         "    announcers, tags = list_announcers(context.backend), read_tags(context.backend)\n",
+         "    announcers, tags = list_announcers(context.backend), read_tags(context.backend)\n"
+         "    own = condemn(context, saves)\n"))),
+    _rule("a remover spares what saves and pins name", "beside drop", _edit(
+        "prune:_remove_unless_named", ("if dependant is not None:", "if False:"))),
+    _rule("a remover spares what a tag names", "tagged drop", _edit(
+        "prune:_remove_unless_named", ("elif save in tags.values():", "elif False:"))),
+    _rule("a prune judges again after it condemned", "epochs", _edit(
+        "prune:prune",
+        ("victims = plan_prune(context, policy, branch).drop",
+         "plan = plan_prune(context, policy, branch)\n    victims = plan.drop"),
+        ("    plan = _plan(context, read_history(context), policy, branch, own)\n", ""))),
+    _rule("a remover withdraws its own mark only", "forced drop", _edit(
+        "prune:finish_condemned",
+        ("context.backend.delete(own[save])",
+         "[context.backend.delete(name) for name in context.backend.list(layout.marks(save)) if 'condemned' in name]"))),
+    _rule("who finishes a removal condemns anew", "withdrawn", _edit(
+        "prune:finish_condemned",
+        ("own = condemn(context, waiting)", "own = dict.fromkeys(waiting, layout.mark(waiting[0], 'none'))"))),
+    _rule("who finishes a removal spares the last good one", "last one", _edit(
+        "prune:finish_condemned", ("if save in last:", "if False:"))),
+    _rule("a prune does not count on what others condemned", "by hand", _edit(
+        "prune:facts_of", ("unsafe.add(save)", "pass"))),
+    _rule("a drop does not count on what others condemned", "by hand", _edit(
+        "prune:drop", ("last = set() if force else _last_of_branches(read_history(context))", "last = set()"))),
+    # --- gc
+    _rule("facts are read before commits are listed", "branches", _edit(
+        "history:read_history",
+        ("        marks = read_marks(context.backend)\n"
+         "        decided = list_saves(context.backend, layout.SNAPSHOTS)\n",
+         "        decided = list_saves(context.backend, layout.SNAPSHOTS)\n"
+         "        marks = read_marks(context.backend)\n"))),
+    _rule("gc lists packs before saves", "reuse", _edit(
+        "gc:_survey",
+        ("    packs, manifests = backend.list(layout.PACKS), backend.list(layout.MANIFESTS)\n"
+         "    announcers = list_announcers(backend)\n",
+         "    announcers = list_announcers(backend)\n"
+         "    packs, manifests = backend.list(layout.PACKS), backend.list(layout.MANIFESTS)\n"))),
+    _rule("gc lists what is decided before it reads commits", "reuse", _edit(
+        "gc:_survey",
+        ("    decided = frozenset(list_saves(backend, layout.SNAPSHOTS))\n    history = read_history(context)\n",
+         "    history = read_history(context)\n    decided = frozenset(list_saves(backend, layout.SNAPSHOTS))\n"))),
+    _rule("gc frees no pack of an undecided save", "reuse", _edit(
+        "gc:_survey", ("if layout.owning_save(name) in decided and name not in needed", "if name not in needed"))),
+    _rule("what is condemned is needed until it is removed", "reuse", _edit(
+        "history:History.commits",
+        ("if save in self.marks.removed:", "if save in self.marks.removed or save in self.marks.condemned:"))),
+    # --- the floor
+    _rule("a floor is proposed before it is raised", "slow", _edit(
+        "floor:raise_floor", ("context.backend.put(proposal, records.encode(proposed))", "pass"))),
+    _rule("a floor stays below what is undecided", "slow", _edit(
+        "floor:raise_floor", ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
+    _rule("a save below a proposed floor takes another name", "slow", _edit(
+        "writer:save", ("if _is_below_floor(context, name):", "if False:"))),
+    _rule("proposals are read before the floor", "slow", _edit(
+        "writer:_is_below_floor",
+        ("    proposed = proposed_sequences(context)\n"
+         "    return save.sequence < max([read_floor(context.backend).sequence, *proposed])",
+         "    floor = read_floor(context.backend).sequence\n"
+         "    return save.sequence < max([floor, *proposed_sequences(context)])"))),
+    _rule("who commits reads the floor afterwards", "floors", _edit(
+        "commit:_create", ("    _check_floor(context, save)\n", ""))),
+    _rule("a listing is read again when a floor voids something", "floors", _edit(
+        "history:read_history", (" or floor.number == number", " or True"))),
+    _rule("a record that a floor cleared away is no error", "floors", _edit(
+        "history:History.decision", ("if not is_void(read_floor(self.context.backend), save):", "if True:"))),
+    # --- repack
+    _rule("a save builds on no pack that is being moved", "repacks", _edit(
+        "known:Known._is_whole", ("if pack in self._marks.relocating:", "if False:"))),
+    _rule("a repack marks, then lists who depends", "repacks", _edit(
+        "repack:_copy",
+        ("    for pack in victims:\n", "    wanted = _wanted_by_others(context, save)\n    for pack in victims:\n"),
+        ("    wanted = _wanted_by_others(context, save)\n    if wanted is None", "    if wanted is None"))),
+    _rule("a moved pack is marked so before its mark of moving goes", "repacks", _edit(
+        "repack:repack",
+        ("    finish(context, save, relocation)\n    withdraw(context, save, victims)\n",
+         "    withdraw(context, save, victims)\n    finish(context, save, relocation)\n"))),
+    # --- epochs, pins, refs
+    _rule("an older run is refused", "epochs", _edit(
+        "writer:save", ("check_epoch(context, request.branch, announcement.epoch)", "pass")), _edit(
+        "writer:_announcement", ("if history.newest_epoch(request.branch) > epoch:", "if False:"))),
+    _rule("a record of an older epoch is never latest", "epochs", _edit(
+        "history:History.is_fenced", ("return ceiling is not None and order_of(commit) > ceiling", "return False"))),
+    _rule("what an epoch goes on from is pinned", "epochs", _edit(
+        "store:Store.open_epoch", ("[start] if start else []", "[]"))),
+    _rule("a pin is published, then facts are read", "epochs", _edit(
+        "announce:pinned",
+        ("    renewal = None\n", "    renewal = None\n    marks = read_marks(backend)\n"),
+        ("yield read_marks(backend)", "yield marks"))),
+    _rule("a tagger looks again, for condemned too", "stopped tagger", _edit(
+        "store:Store.tag",
+        ("marks = read_marks(self._context.backend)\n"
+         "        self._refuse_removed(save, marks.removed | marks.condemned.keys())",
+         "self._refuse_removed(save, read_marks(self._context.backend).removed)"))),
+    _rule("a restore whose choice was removed resolves anew", "readers", _edit(
+        "restorer:_choices", ("removed = isinstance(failed.get(save), NotFoundError)", "removed = False"))),
+)  # fmt: skip

@@ -8,37 +8,70 @@ from dataclasses import dataclass
 from functools import cache
 
 from ckstore.format import records
-from tests.stateful.interleave import Deviating, Pct, Strategy, Walk, schedules
+from tests.stateful.interleave import Actor, Deviating, Pct, Strategy, Walk, schedules
 from tests.stateful.world import CONFIG, World, single_threaded
 
+Act = Callable[[Actor], None]
+Base = Callable[[World], list[Act]]
 Cast = Callable[[World, random.Random], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`cast` adds the actors to a store that holds the snapshots `base`."""
+    """`cast` adds the actors to the store that `base` makes."""
 
     name: str
-    base: tuple[int, ...]
+    base: Base
     cast: Cast
     crashes: tuple[str, ...] = ()
     """Actors that may die at any call."""
 
 
 @cache
-def base_objects(values: tuple[int, ...]) -> dict[str, bytes]:
-    """The objects of a store with these snapshots; none reuses a chunk of another."""
-    world = World({}, Deviating(()))
-    world.raw.put("config", records.encode(CONFIG))
-    world.add("setup", *(world.save(value, full=True) for value in values))
-    assert world.run() == []
+def base_objects(base: Base) -> dict[str, bytes]:
+    """The objects of a store after the acts of `base`, one after the other."""
+    with single_threaded():
+        world = World({}, Deviating(()))
+        world.raw.put("config", records.encode(CONFIG))
+        world.add("setup", *base(world))
+        assert world.run(last_gc=False) == []
     return dict(world.raw._objects)
+
+
+def one(world: World) -> list[Act]:
+    return [world.save(1, full=True)]
+
+
+def two(world: World) -> list[Act]:
+    """Two snapshots that share no pack."""
+    return [world.save(1, full=True), world.save(2, full=True)]
+
+
+def two_of_which_one_is_due(world: World) -> list[Act]:
+    """`keep_every=2` keeps the older one."""
+    return [world.save(2, full=True), world.save(3, full=True)]
+
+
+def one_removed(world: World) -> list[Act]:
+    """One snapshot, and the record of a removed one."""
+    return [*two(world), world.prune(keep_last=1), world.sweep()]
+
+
+def first_removed(world: World) -> list[Act]:
+    """Two snapshots, of which the first is removed but not swept."""
+    return [*two(world), world.prune(keep_last=1)]
+
+
+def second_condemned(world: World) -> list[Act]:
+    """Two snapshots; whoever meant to remove the second died."""
+    return [*two(world), world.condemn(2)]
 
 
 def world_of(scenario: Scenario, strategy: Strategy, seed: int) -> World:
     """A fresh world with the actors of `scenario`; `seed` draws what the cast leaves open."""
     world = World(base_objects(scenario.base), strategy, seed)
     rng = random.Random(seed)
+    world.fine = rng.random() < 0.25
     scenario.cast(world, rng)
     victims = [actor for actor in world.scheduler.actors if actor.name in scenario.crashes]
     if victims and rng.random() < 0.7:
@@ -57,16 +90,24 @@ class Finding:
 
 def search(scenario: Scenario, budget: int, first_seed: int = 0) -> Finding | None:
     """Run up to `budget` random schedules; the first fault, or None."""
-    length = 120
     with single_threaded():
+        length = length_of(scenario)
         for count, seed in enumerate(range(first_seed, first_seed + budget), 1):
-            strategy: Strategy = Walk(seed, 0.15) if seed % 4 == 3 else Pct(seed, 2 + seed % 3, length)
-            world = world_of(scenario, strategy, seed)
-            faults = world.run()
+            faults = world_of(scenario, strategy_of(seed, length), seed).run()
             if faults:
                 return Finding(count, faults[0], seed)
-            length = max(world.scheduler.steps, (9 * length + world.scheduler.steps) // 10)
     return None
+
+
+def strategy_of(seed: int, length: int) -> Strategy:
+    return Walk(seed, 0.15) if seed % 4 == 3 else Pct(seed, 2 + seed % 3, length)
+
+
+def length_of(scenario: Scenario) -> int:
+    """About how many steps a run takes."""
+    world = world_of(scenario, Deviating(()), 0)
+    world.run()
+    return world.scheduler.steps
 
 
 def search_all(scenario: Scenario, preemptions: int, most: int | None = None) -> tuple[int, Finding | None]:
@@ -135,7 +176,7 @@ def _network(world: World, rng: random.Random) -> None:
 
 def _removers(world: World, rng: random.Random) -> None:
     """A prune whose clock is set back between its two looks withdraws its mark, beside others that go on."""
-    ticks = iter([2_000_000.0, 1_000_000.0])
+    ticks = iter([2_000_000.0])
     world.add("withdraws", world.prune(lambda: next(ticks, 1_000_000.0), keep_within=1000.0))
     world.add("writer", world.save(3))
     world.add("drop", world.drop(1))
@@ -147,6 +188,56 @@ def _by_hand(world: World, rng: random.Random) -> None:
     world.add("drop", world.drop(2))
     world.add("prune", world.prune(keep_last=1))
     world.add("gc", world.sweep())
+
+
+def _tagged_drop(world: World, rng: random.Random) -> None:
+    world.add("tagger", world.tag("best", 1))
+    world.add("drop", world.drop(1))
+    world.add("gc", world.sweep())
+
+
+def _beside_drop(world: World, rng: random.Random) -> None:
+    world.add("drop", world.drop(2))
+    world.add("writer", world.save(3))
+    world.add("gc", world.sweep())
+
+
+def _forced_drop(world: World, rng: random.Random) -> None:
+    """While the only snapshot is removed by force, gc wants to spare it."""
+    world.add("drop", world.drop(1, force=True))
+    world.add("writer", world.save(2))
+    world.add("gc", world.sweep(), world.sweep())
+
+
+def _withdrawn(world: World, rng: random.Random) -> None:
+    """A remover withdraws its mark while gc finishes what it takes for an interrupted removal."""
+    world.truth.may_drop.update(world.truth.commits)
+    world.add("drop", world.drop(1))
+    world.add("gc", world.sweep())
+    world.add("writer", world.save(3))
+
+
+def _stale_index(world: World, rng: random.Random) -> None:
+    world.knows("writer", 1)
+    world.add("writer", world.save(3))
+    world.add("gc", world.sweep())
+
+
+def _stopped_tagger(world: World, rng: random.Random) -> None:
+    world.add("tagger", world.tag("best", 1))
+    world.add("gc", world.sweep(0))
+    world.add("drop", world.drop(1))
+
+
+def _last_one(world: World, rng: random.Random) -> None:
+    world.add("drop", world.drop(1))
+    world.add("gc", world.sweep())
+
+
+def _slow(world: World, rng: random.Random) -> None:
+    """One writer chose its name long before it announces it."""
+    world.add("writer", world.save(3))
+    world.add("other", world.save(4), world.save(5), world.raise_floor())
 
 
 def _branches(world: World, rng: random.Random) -> None:
@@ -183,18 +274,26 @@ def _repacks(world: World, rng: random.Random) -> None:
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Scenario("reuse", (1,), _reuse),
-        Scenario("given up", (1,), _given_up),
-        Scenario("readers", (1, 2), _readers),
-        Scenario("epochs", (1, 2), _epochs),
-        Scenario("tags", (1, 2), _tags),
-        Scenario("floors", (1, 2), _floors, ("other",)),
-        Scenario("network", (1,), _network),
-        Scenario("removers", (1, 2), _removers),
-        Scenario("by hand", (1, 2), _by_hand),
-        Scenario("branches", (1, 2), _branches),
-        Scenario("verify", (1, 2), _verify),
-        Scenario("crashes", (1, 2), _crashes, ("writer", "other", "prune", "gc")),
-        Scenario("repacks", (1, 2), _repacks, ("gc", "writer")),
+        Scenario("reuse", one, _reuse),
+        Scenario("given up", one, _given_up),
+        Scenario("readers", two_of_which_one_is_due, _readers),
+        Scenario("epochs", two, _epochs),
+        Scenario("tags", two, _tags),
+        Scenario("floors", two, _floors, ("other",)),
+        Scenario("network", one, _network),
+        Scenario("removers", two, _removers),
+        Scenario("by hand", two, _by_hand),
+        Scenario("tagged drop", two, _tagged_drop),
+        Scenario("beside drop", two, _beside_drop),
+        Scenario("forced drop", one, _forced_drop),
+        Scenario("withdrawn", second_condemned, _withdrawn),
+        Scenario("stale index", first_removed, _stale_index),
+        Scenario("stopped tagger", two, _stopped_tagger),
+        Scenario("last one", one, _last_one, ("drop",)),
+        Scenario("slow", one_removed, _slow),
+        Scenario("branches", two, _branches),
+        Scenario("verify", two, _verify),
+        Scenario("crashes", two, _crashes, ("writer", "other", "prune", "gc")),
+        Scenario("repacks", two, _repacks, ("gc", "writer")),
     )
 }

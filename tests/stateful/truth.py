@@ -39,6 +39,7 @@ class Truth:
         self.keep_every: int | None = None
         self.keep_last: int | None = None
         self.may_drop: set[SaveName] = set()
+        self.may_force: set[SaveName] = set()
         self.moved_back: set[str] = set()
         """Branches whose `latest` somebody moved back on purpose: by an epoch, by hand, or for damage."""
         self._latest: dict[str, Order] = {}
@@ -160,10 +161,10 @@ class Truth:
 
     def _check_removal(self, save: SaveName, commit: records.Commit, actor: str) -> None:
         what = f"{actor} removed {save.nonce} (step {commit.step}, {commit.branch})"
-        if save in self.may_drop:
+        good = self.good(commit.branch)
+        if save in self.may_force or (save in self.may_drop and good != [commit]):
             self.moved_back.add(commit.branch)
             return
-        good = self.good(commit.branch)
         if good and good[-1].save == str(save):
             self.faults.append(f"{what}, the newest good one of its branch")
         if self.keep_every and commit.step % self.keep_every == 0 and save not in self.quarantined:

@@ -32,13 +32,13 @@ from ckstore.backend.memory import MemoryBackend, MemoryStream
 from ckstore.codec.choose import profile_named
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, ConflictError, FencedError
-from ckstore.format import records
+from ckstore.format import manifest, records
 from ckstore.format.manifest import Location
 from ckstore.ids import SaveName
 from ckstore.retention import Retention
 from ckstore.state.capture import Captured, capture
 from ckstore.store import Store
-from tests.stateful.interleave import Actor, Scheduler, Strategy, running_actor
+from tests.stateful.interleave import Actor, Crashed, Scheduler, Strategy, running_actor
 from tests.stateful.truth import Truth, order_of, read_tag
 
 CONFIG = records.Config(store="0" * 32, chunk_size=4096)
@@ -185,6 +185,12 @@ class Handle:
             raise BackendError("the answer was lost", retryable=True)
         return created
 
+    def _read(self, name: str) -> None:
+        if self._world.fine or not name.startswith((layout.SNAPSHOTS, layout.EPOCHS, layout.MANIFESTS)):
+            self._actor.point()
+        elif self._actor.crashed:
+            raise Crashed
+
     def _create(self, name: str, data: bytes) -> bool:
         created = self._world.raw.put_if_absent(name, data)
         if created:
@@ -195,15 +201,15 @@ class Handle:
         return _Stream(self._world, self._actor, name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        self._actor.point()
+        self._read(name)
         return self._world.raw.get(name, limit=limit)
 
     def get_into(self, name: str, start: int, view: memoryview) -> None:
-        self._actor.point()
+        self._read(name)
         self._world.raw.get_into(name, start, view)
 
     def stat(self, name: str) -> int:
-        self._actor.point()
+        self._read(name)
         return self._world.raw.stat(name)
 
     def list(self, prefix: str) -> builtins.list[str]:
@@ -273,6 +279,8 @@ class World:
         self.truth = Truth(self.raw)
         self.scheduler = Scheduler(strategy)
         self.salt = salt
+        self.fine = False
+        """Whether reading what never changes is a step too. Few steps reach more orders of those that matter."""
         self.patient = True
         """Nobody is given up: then no live actor may fail."""
         self.saved: list[Saved] = []
@@ -370,13 +378,27 @@ class World:
 
         return act
 
-    def drop(self, value: int) -> Callable[[Actor], None]:
-        """Remove the snapshot of the state `value` by hand."""
+    def _named(self, value: int) -> SaveName:
+        return next(save for save, commit in self.truth.commits.items() if commit.step == value)
+
+    def drop(self, value: int, *, force: bool = False) -> Callable[[Actor], None]:
+        """Remove the snapshot of the state `value` by hand; even the last good one with `force`."""
 
         def act(actor: Actor) -> None:
-            victim = next(save for save, commit in self.truth.commits.items() if commit.step == value)
+            victim = self._named(value)
             self.truth.may_drop.add(victim)
-            self._expect(lambda: prune.drop(self.context(actor), [victim]), "drop")
+            if force:
+                self.truth.may_force.add(victim)
+            self._expect(lambda: prune.drop(self.context(actor), [victim], force), "drop")
+
+        return act
+
+    def condemn(self, value: int) -> Callable[[Actor], None]:
+        """Begin to remove the snapshot of the state `value`, and stop there."""
+
+        def act(actor: Actor) -> None:
+            self.truth.may_drop.add(self._named(value))
+            prune.condemn(self.context(actor), [self._named(value)])
 
         return act
 
@@ -395,6 +417,14 @@ class World:
             self._expect(whole, "gc")
 
         return act
+
+    def knows(self, actor: str, value: int) -> None:
+        """Let the index of `actor` hold the chunks of the snapshot of `value`, whatever became of it."""
+        save, commit = next((save, commit) for save, commit in self.truth.commits.items() if commit.step == value)
+        inline = commit.manifests[0].inline
+        assert inline is not None
+        table = manifest.decode(inline, save, 0, "")
+        self.indexes.setdefault(actor, PlainIndex()).add(save, table.ids, table.locations)
 
     def raise_floor(self) -> Callable[[Actor], None]:
         return lambda actor: self._expect(lambda: floor.raise_floor(self.context(actor), least=1), "the floor")
@@ -488,14 +518,14 @@ class World:
 
     # --- the verdict
 
-    def run(self) -> list[str]:
-        """Let everybody act, then check; what went wrong, in words."""
+    def run(self, last_gc: bool = True) -> list[str]:
+        """Let everybody act, then check; what went wrong, in words. Without `last_gc` the store stays as they left it."""
         self.scheduler.run()
         faults = self.faults + self.truth.faults
         for actor in self.scheduler.actors:
             if actor.failure is not None:
                 faults.append(f"{actor.name} failed: {type(actor.failure).__name__}: {actor.failure}")
-        return faults or self._final_faults()
+        return faults or (self._final_faults() if last_gc else [])
 
     def _final_faults(self) -> list[str]:
         """Look at the quiet store through the engine, then let a last gc take everything away that may go."""

@@ -481,3 +481,22 @@ def test_equal_states_at_other_addresses_give_equal_bytes() -> None:
 def test_a_tree_of_a_newer_torch_is_refused() -> None:
     with pytest.raises(FormatError, match="does not know"):
         trees.decode(b"\x91\x97\xa1T\xa4new1\xc0\x00\x91\x00\xc0\x00", [])
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_device_come_back_on_the_host_and_go_into_the_device() -> None:
+    base = torch.arange(100_000.0, device="cuda")
+    state = {
+        "all": base,
+        "tail": base[50_000:],
+        "holes": base[1::7],
+        "small": base[:3].clone(),
+        "t": base.view(100, -1).t(),
+    }
+    found = there_and_back(state)
+    assert all(same(found[name], state[name].cpu()) for name in ("holes", "small"))
+    assert all(torch.equal(found[name], state[name].cpu()) for name in state)
+    assert shares(found["all"], found["tail"])
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    there_and_into(state, target)
+    assert all(torch.equal(target[name], state[name]) for name in state)

@@ -566,6 +566,7 @@ def test_gc_says_first_and_does_then(shell: Shell) -> None:
         "freed_bytes": 0,
         "freed_packs": 0,
         "freed_objects": 0,
+        "removed": [],
         "aborted": [],
         "waiting_for": [],
     }

@@ -1,0 +1,94 @@
+"""What the golden stores hold, and how one is made: `python -m tests.golden.golden DIRECTORY`.
+
+A golden store is made once for each version of the format and then never changed: every later version of ckstore must
+read it. This file may grow for new formats; what it says of old ones stays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ckstore
+from ckstore.floor import raise_floor
+
+
+def plain(step: int) -> dict[Any, Any]:
+    """Every kind of container and scalar, and arrays that compress, do not, and stay the same."""
+    rng = np.random.default_rng(step)
+    return {
+        "step": step,
+        "frozen": np.arange(5000, dtype="<i4"),
+        "noise": rng.integers(0, 256, 9000, dtype=np.uint8),
+        "weights": (rng.standard_normal(6000) * 0.02).astype("<f4"),
+        "zeros": np.zeros(20_000, "<f8"),
+        "empty": [[], (), {}, "", b"", np.empty((3, 0, 2), "<f2")],
+        "scalars": [None, True, False, 0, -1, 2**63, -(2**63), 2**200, -(2**200), 1.5, -0.0, float("inf"), 2 + 3j],
+        "text": ["", "plain", "Grüße, 世界", "\ud800", "x" * 5000],
+        "bytes": [b"", b"\x00\xff", bytes(range(256)) * 20],
+        "ordered": OrderedDict([("b", 1), ("a", 2)]),
+        "numpy scalars": [np.float32(1.5), np.int8(-3), np.bool_(True), np.str_("s"), np.datetime64("2026-11-29")],
+        "structured": np.array([(1, 2.5, b"ab")], dtype=[("i", "<i2"), ("f", "<f8"), ("s", "S3")]),
+        "fortran": np.asfortranarray(np.arange(12, dtype=">u2").reshape(3, 4)),
+        0: "int key",
+        "0": "str key",
+        (None): "None key",
+        1.5: "float key",
+        b"0": "bytes key",
+        "a.b": {"a": {"b": 1}},
+    }
+
+
+def tensors() -> dict[str, Any]:
+    """Torch values: dtypes, strides, ties, flags, sparse."""
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    tied = torch.arange(100, dtype=torch.bfloat16)
+    raw = torch.arange(16, dtype=torch.uint8)
+    dtypes = [
+        "float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
+        "uint64", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2",
+    ]  # fmt: skip
+    return {
+        "dtypes": {name: raw.clone().view(getattr(torch, name)) for name in dtypes},
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(1.25),
+        "empty": torch.empty(3, 0, 2),
+        "transposed": base.clone().t(),
+        "channels last": torch.arange(48.0).reshape(2, 3, 2, 4).contiguous(memory_format=torch.channels_last),
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "tied": [tied, tied, tied[10:20]],
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "coo": torch.sparse_coo_tensor([[0, 2], [1, 0]], [3.0, 4.0], (3, 2), check_invariants=True).coalesce(),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.float16,
+    }
+
+
+def make(directory: Path, format_number: int) -> None:
+    """Make the golden store of the current format in `directory`, which must not exist."""
+    cache = directory.with_name(directory.name + "-cache")
+    with ckstore.open(directory, create=True, cache_dir=cache, chunk_size=4096) as store:
+        assert store._context.config.format == format_number
+        for step in range(1, 5):
+            store.save(plain(step), step=step, meta={"loss": 1 / step, "note": "golden"})
+        store.tag("best", 2)
+        store.prune({"keep_last": 1})
+        store.gc()
+        store.open_epoch("main", base="best")
+        store.save(plain(5), step=5, tags=["five"], full=True)
+        store.save(tensors(), step=1, branch="torch")
+        store.save(plain(6), step=6)
+        store.quarantine(6, "an example")
+        many = {f"layer.{i}": np.full(2000, i, "<f4") for i in range(900)}
+        store.save(many, step=1, branch="many")
+        raise_floor(store._context, least=1)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]), 1)

@@ -1,0 +1,107 @@
+"""Every version must read every store that an earlier one wrote."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckstore
+from ckstore.testing.states import there_and_back
+from tests.golden.golden import plain, tensors
+
+FORMATS = sorted(Path(__file__).parent.glob("format-*"))
+
+
+@pytest.fixture(params=FORMATS, ids=lambda path: path.name)
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ckstore.Store]:
+    """A copy, as reading leaves pins behind for a moment."""
+    copy = shutil.copytree(request.param, tmp_path / "store")
+    with ckstore.open(copy, cache_dir=tmp_path / "cache") as store:
+        yield store
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two states are equal in types, order of keys, forms and bytes."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(map(repr, a)) == list(map(repr, b)) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return _same_tensors(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.strides == b.strides and a.tobytes() == b.tobytes()
+    return repr(a) == repr(b)
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.dtype, a.shape, a.layout, a.requires_grad) != (b.dtype, b.shape, b.layout, b.requires_grad):
+        return False
+    if a.layout != torch.strided:
+        return torch.equal(a.to_dense(), b.to_dense()) and a.is_coalesced() == b.is_coalesced()
+    bits = [tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.stride() == b.stride() and a.is_conj() == b.is_conj() and torch.equal(*bits)
+
+
+def test_there_is_a_golden_store_of_the_current_format() -> None:
+    assert [path.name for path in FORMATS] == ["format-1"]
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+def test_plain_states_come_back(golden: ckstore.Store, step: int) -> None:
+    assert same(golden.restore(step), plain(step))
+
+
+def test_tensors_come_back_with_their_ties(golden: ckstore.Store) -> None:
+    found = golden.restore("torch")
+    assert same(found, tensors())
+    first, second, part = found["tied"]
+    assert first.data_ptr() == second.data_ptr() == part.data_ptr() - 10 * first.element_size()
+
+
+def test_a_manifest_outside_its_commit_record_is_read(golden: ckstore.Store) -> None:
+    found = golden.restore("many", keys="layer.7")
+    assert same(found, {"layer.7": np.full(2000, 7, "<f4")})
+
+
+def test_history_comes_back(golden: ckstore.Store) -> None:
+    found = {(info.branch, info.step): (info.state, info.tags, info.full) for info in golden.snapshots()}
+    assert found == {
+        ("main", 2): ("ok", ("best",), False),
+        ("main", 4): ("fenced", (), False),
+        ("main", 5): ("ok", ("five",), True),
+        ("main", 6): ("quarantined", (), False),
+        ("torch", 1): ("ok", (), False),
+        ("many", 1): ("ok", (), False),
+    }
+    assert golden.resolve().step == 5
+    assert golden.resolve(2).meta == {"loss": 0.5, "note": "golden"}
+
+
+def test_everything_in_it_is_whole(golden: ckstore.Store) -> None:
+    report = golden.verify()
+    assert report.findings == []
+    assert report.snapshots == 6
+
+
+def test_it_goes_on(golden: ckstore.Store) -> None:
+    state = plain(7)
+    golden.save(state, step=7)
+    assert same(golden.restore(), state)
+    golden.prune({"keep_last": 1})
+    golden.gc()
+    assert same(golden.restore("best"), plain(2))
+
+
+def test_the_comparison_sees_a_difference() -> None:
+    assert same(there_and_back(plain(1)), plain(1))
+    assert not same(plain(1), plain(2))
+    assert not same({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    assert not same(np.array([0.0]), np.array([-0.0]))
