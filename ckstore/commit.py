@@ -75,7 +75,8 @@ def check_epoch(context: Context, branch: str, epoch: int) -> None:
     newest = max(read_epochs(context.backend, branch).get(branch, {}), default=0)
     if newest > epoch:
         raise FencedError(
-            f"a newer run took over branch {branch} (epoch {newest}; this one is {epoch}): nothing was saved; stop this run"
+            f"a newer run took over branch {branch} (epoch {newest}; this one is {epoch}): "
+            "nothing was saved; stop this run"
         )
 
 

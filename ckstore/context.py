@@ -16,7 +16,7 @@ from ckstore.index import ChunkIndex
 
 @dataclass(slots=True)
 class Context:
-    """An open store. `monotonic` and `now` are in seconds; `cache` is a local directory that may be lost at any time."""
+    """An open store. `monotonic` and `now` are in seconds; `cache` is a local directory that may be lost any time."""
 
     backend: Backend
     config: records.Config

@@ -1,4 +1,4 @@
-"""What a snapshot holds, and what changed between two: from manifests, reading only chunks that several leaves share."""
+"""What a snapshot holds, and what changed between two: from manifests, reading only chunks that leaves share."""
 
 from __future__ import annotations
 

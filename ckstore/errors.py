@@ -63,7 +63,8 @@ class MismatchError(InvalidInputError):
         if self.unexpected:
             parts.append(f"not in the target: {_few(self.unexpected)}")
         if self.mismatched:
-            parts.append("different: " + _few([f"{path} ({reason})" for path, reason in self.mismatched]))
+            named = [f"{path or 'the state itself'} ({reason})" for path, reason in self.mismatched]
+            parts.append("different: " + _few(named))
         super().__init__("the snapshot does not fit the target; " + "; ".join(parts))
 
 
@@ -102,4 +103,4 @@ def _few(items: Sequence[str], most: int = 20) -> str:
 
 
 class CkstoreWarning(UserWarning):
-    """Something was set aside or worked around, and the caller should know: a snapshot quarantined, a fallback taken."""
+    """Something was set aside or worked around, and the caller should know: a snapshot quarantined, a fallback."""

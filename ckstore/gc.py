@@ -1,6 +1,6 @@
 """Freeing what no snapshot reaches, beside writers and readers, without a lock.
 
-    list packs → list saves, abort those given up → read facts → list commit records → free
+    list packs → list saves, abort those given up → read facts → list commit records → make those durable → free
 
 A pack is free when the save that wrote it is decided and no live snapshot's closure lists it, or its frames stand in
 other packs now. Each arrow is an order that safety rests on; tests switch them off one at a time.
@@ -61,6 +61,10 @@ def sweep(context: Context, patience: float = PATIENCE_SECONDS, progress: Progre
     """
     result = Sweep()
     garbage = _survey(context, patience, result.aborted)
+    if garbage.packs or garbage.objects:
+        # What was read, an ABORT or a `removed` or `relocated` mark, may not be durable yet; what it freed is gone.
+        context.backend.sync(layout.SNAPSHOTS)
+        context.backend.sync(layout.MARKS)
     sizes = {name: _size(context, name) for name in garbage.packs}
     total = sum(sizes.values())
     for name, size in sizes.items():
@@ -92,7 +96,6 @@ def _survey(context: Context, patience: float | None, aborted: list[SaveName]) -
     if patience is not None:
         given_up = Patience(context.cache, context.monotonic, patience).exhausted(announcers)
         aborted += _abort_given_up(context, announcers, given_up, _owners([*packs, *manifests]))
-    backend.sync(layout.SNAPSHOTS)
     # In this order: what is decided here is in the history too, so a save that commits between the two stays untouched.
     decided = frozenset(list_saves(backend, layout.SNAPSHOTS))
     history = read_history(context)
@@ -118,7 +121,8 @@ def _abort_given_up(
     announced = {one.save for one in announcers}
     lost = {one.save for one in announcers if one.name in given_up and one.save}
     undecided = (lost | (owners - announced)) - set(list_saves(context.backend, layout.SNAPSHOTS))
-    return [save for save in sorted(undecided) if abort(context, save, "given up by gc: its writer is gone or stood still")]
+    reason = "given up by gc: its writer is gone or stood still"
+    return [save for save in sorted(undecided) if abort(context, save, reason)]
 
 
 def _needed_packs(history: History) -> set[str]:
@@ -142,7 +146,8 @@ def _refuse_short_listing(context: Context, decided: Collection[SaveName], owner
     late = [save for save in owners - set(decided) if read_optional(context.backend, layout.snapshot(save)) is not None]
     if late and not set(late) <= set(list_saves(context.backend, layout.SNAPSHOTS)):
         raise BackendError(
-            f"the storage's listing of {layout.SNAPSHOTS} lacks {layout.snapshot(late[0])}, which is there: nothing was freed"
+            f"the storage's listing of {layout.SNAPSHOTS} lacks {layout.snapshot(late[0])}, which is there: "
+            "nothing was freed"
         )
 
 

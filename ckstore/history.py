@@ -119,7 +119,7 @@ class History:
     damaged: dict[SaveName, CorruptionError | FormatError] = field(default_factory=dict)
     """Decisions met so far that cannot be read."""
     _ceilings: dict[tuple[str, int], Order | None] = field(default_factory=dict)
-    _epochs: dict[str, dict[int, Order]] | None = None
+    _epochs: dict[str, dict[int, Order]] = field(default_factory=dict)
 
     def decision(self, save: SaveName) -> records.Decision | None:
         """What was decided, or None where the record is damaged (then `damaged` tells)."""
@@ -176,20 +176,20 @@ class History:
 
     def newest_epoch(self, branch: str) -> int:
         """The newest opened epoch of `branch`; 0 where none was opened."""
-        return max(self._opened().get(branch, {}), default=0)
+        return max(self._opened(branch), default=0)
 
     def _ceiling(self, branch: str, epoch: int) -> Order | None:
         """The lowest base of all epochs newer than `epoch`; None where there is no newer one."""
         key = (branch, epoch)
         if key not in self._ceilings:
-            newer = [base for number, base in self._opened().get(branch, {}).items() if number > epoch]
+            newer = [base for number, base in self._opened(branch).items() if number > epoch]
             self._ceilings[key] = min(newer, default=None)
         return self._ceilings[key]
 
-    def _opened(self) -> dict[str, dict[int, Order]]:
-        if self._epochs is None:
-            self._epochs = read_epochs(self.context.backend)
-        return self._epochs
+    def _opened(self, branch: str) -> dict[int, Order]:
+        if branch not in self._epochs:
+            self._epochs[branch] = read_epochs(self.context.backend, branch).get(branch, {})
+        return self._epochs[branch]
 
 
 def read_epochs(backend: Backend, branch: str | None = None) -> dict[str, dict[int, Order]]:
@@ -214,7 +214,12 @@ def read_history(context: Context) -> History:
     while True:
         marks = read_marks(context.backend)
         decided = list_saves(context.backend, layout.SNAPSHOTS)
-        floor = read_floor(context.backend)
+        try:
+            floor = read_floor(context.backend)
+        except CorruptionError:
+            # It voids nothing then. That brings nothing back that a reader could take for good: what a removed or
+            # aborted save wrote is gone. Saves and a new floor need to read it, and refuse.
+            floor = records.Floor(number=0, sequence=0, live=[])
         listed = set(floor.live)
         saves = tuple(save for save in decided if save.sequence >= floor.sequence or str(save) in listed)
         if len(saves) == len(decided) or floor.number == number:

@@ -23,7 +23,9 @@ def encode_meta(meta: Mapping[str, Any]) -> bytes:
     except (OverflowError, UnicodeEncodeError) as error:
         raise InvalidInputError(f"meta cannot be kept: {error}") from error
     if len(data) > MAX_META_BYTES:
-        raise InvalidInputError(f"meta takes {len(data)} bytes; the limit is {MAX_META_BYTES}: put large values into the state")
+        raise InvalidInputError(
+            f"meta takes {len(data)} bytes; the limit is {MAX_META_BYTES}: put large values into the state"
+        )
     return data
 
 
@@ -50,4 +52,6 @@ def _check(value: Any, path: str, depth: int) -> None:
             _check(inner, f"{path}[{index}]", depth + 1)
     elif value is not None and type(value) not in (bool, int, float, str):
         kind = type(value).__name__
-        raise InvalidInputError(f"{path} is of type {kind}: meta holds None, bool, int, float, str, lists and mappings of them")
+        raise InvalidInputError(
+            f"{path} is of type {kind}: meta holds None, bool, int, float, str, lists and dicts of them"
+        )

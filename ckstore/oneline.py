@@ -9,7 +9,9 @@ from ckstore.info import SnapshotInfo
 from ckstore.store import open_store
 
 
-def save(url: str | os.PathLike[str], state: Any, *, step: int, profile: str = "balanced", **options: Any) -> SnapshotInfo:
+def save(
+    url: str | os.PathLike[str], state: Any, *, step: int, profile: str = "balanced", **options: Any
+) -> SnapshotInfo:
     """Save `state` into the store at `url`, which is made if there is none. `options` are those of `Store.save`."""
     with open_store(url, create=True, profile=profile) as store:
         return store.save(state, step=step, **options)

@@ -33,7 +33,8 @@ class Opened:
 def open_commit(context: Context, commit: Commit, relocated: Collection[str]) -> Opened:
     """Open a snapshot that one process wrote; `relocated` are the packs whose frames have moved."""
     if len(commit.manifests) != 1:
-        raise FormatError(f"snapshot {commit.save} was written by {len(commit.manifests)} ranks; this version reads one")
+        ranks = len(commit.manifests)
+        raise FormatError(f"snapshot {commit.save} was written by {ranks} ranks; this version reads one")
     manifest = read_manifest(context, SaveName.parse(commit.save), commit.manifests[0])
     return open_manifest(relocated_manifest(context, manifest, relocated))
 

@@ -1,6 +1,7 @@
 """Removing snapshots, beside writers and readers, without a lock.
 
-    condemn → list saves and pins, spare what they or tags name → list commit records → `removed`, durable
+    condemn → list saves and pins, spare what they or tags name → list commit records, make them durable
+    → `removed`, durable
 
 Whoever depends on a snapshot publishes that and then reads its marks; a remover publishes `condemned` and then lists:
 one of them sees the other. Tests switch off each arrow in turn.
@@ -41,12 +42,12 @@ def plan_prune(context: Context, policy: Retention, branch: str | None = None) -
 
 def prune(context: Context, policy: Retention, branch: str | None = None) -> Removal:
     """Remove what `policy` does not keep. Their bytes are freed by gc."""
-    context.backend.sync(layout.SNAPSHOTS)
     victims = plan_prune(context, policy, branch).drop
     own = condemn(context, victims)
     announcers, tags = list_announcers(context.backend), read_tags(context.backend)
     plan = _plan(context, read_history(context), policy, branch, own)
     result = Removal(keep=dict(plan.keep))
+    _make_durable(context)
     for save in victims:
         # One spared only for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
         if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) == TAGGED:
@@ -60,11 +61,11 @@ def drop(context: Context, saves: Collection[SaveName], force: bool = False) -> 
     The last good one of a branch only with `force`. Others that are condemned are as good as gone: two removers at
     once must not each rely on what the other one takes.
     """
-    context.backend.sync(layout.SNAPSHOTS)
     own = condemn(context, saves)
     announcers, tags = list_announcers(context.backend), read_tags(context.backend)
     last = set() if force else _last_of_branches(read_history(context))
     result = Removal()
+    _make_durable(context)
     for save in saves:
         if save in last:
             result.spared[save] = LAST
@@ -83,17 +84,25 @@ def finish_condemned(context: Context) -> Removal:
     result = Removal()
     if not waiting:
         return result
-    context.backend.sync(layout.SNAPSHOTS)
     own = condemn(context, waiting)
     announcers, tags = list_announcers(context.backend), read_tags(context.backend)
     history = read_history(context)
     last = _best_of_branches(history)
+    _make_durable(context)
     for save in waiting:
         if save in last:
             result.spared[save] = LAST
         if save in last or save not in history.saves or _remove_unless_named(context, save, announcers, tags, result):
             context.backend.delete(own[save])
     return result
+
+
+def _make_durable(context: Context) -> None:
+    """A commit that was listed may not be durable yet, and others are about to be removed because it is there.
+
+    After the listing, not before it: one that became visible in between would be relied on and could still be lost.
+    """
+    context.backend.sync(layout.SNAPSHOTS)
 
 
 def condemn(context: Context, saves: Iterable[SaveName]) -> dict[SaveName, str]:

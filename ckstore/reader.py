@@ -98,7 +98,8 @@ def _fill(context: Context, piece: Piece) -> None:
                 _read_twice(context, piece, place)
                 return
         if isinstance(error, NotFoundError):
-            found = CorruptionError("the pack is missing", name=piece.place.pack, offset=piece.place.offset, path=piece.path)
+            place = piece.place
+            found = CorruptionError("the pack is missing", name=place.pack, offset=place.offset, path=piece.path)
         else:
             found = CorruptionError(error.what, name=error.name, offset=error.offset, path=piece.path)
         raise found from error

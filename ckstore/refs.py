@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckstore.errors import InvalidInputError, NotFoundError
@@ -41,8 +43,9 @@ class Ref:
 
 def parse(text: str | int) -> Ref:
     """Read a ref; `InvalidInputError` for what can be none."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        text = f"step:{text}"
+    if not isinstance(text, str | bool):
+        with suppress(TypeError):
+            text = f"step:{operator.index(text)}"
     if not isinstance(text, str) or not text or len(text) > 220:
         raise InvalidInputError(f"{text!r} is not a ref: use latest, a step, an id, a tag or a branch")
     branch, at, rest = text.rpartition("@")
@@ -103,11 +106,24 @@ def _one(history: History, ref: Ref) -> Found:
         "bare": lambda: _by_any_name(history, ref),
     }[ref.kind]()
     if not found:
+        _refuse_damaged(history, ref)
         raise NotFoundError(f"no snapshot {ref.value!r}; `ckstore ls` shows what there is")
     if len(found) > 1:
         shown = ", ".join(f"id:{save.nonce} (step {commit.step}, {commit.branch})" for save, commit in found[:8])
         raise InvalidInputError(f"{ref.value!r} is ambiguous; say which: {shown}")
     return found[0]
+
+
+def _refuse_damaged(history: History, ref: Ref) -> None:
+    """A snapshot whose record cannot be read is damaged, not absent, for whoever names it: raises what is wrong."""
+    if ref.kind in ("id", "bare") and _HEX.match(ref.value):
+        for save, error in history.damaged.items():
+            if save.nonce.startswith(ref.value):
+                raise error
+    if ref.kind in ("tag", "bare"):
+        named = read_tags(history.context.backend).get(ref.value)
+        if named is not None and named in history.damaged:
+            raise history.damaged[named]
 
 
 def _by_step(history: History, ref: Ref) -> list[Found]:

@@ -34,8 +34,11 @@ from ckstore.relocation import Relocations, mark_name
 
 SPARSE = 0.5
 """A pack with a smaller share of live bytes is repacked."""
-_ROW, _PAGE = 80, 4096
-"""About what a frame adds to a pack's tables, and what a pack's size is a multiple of, in bytes."""
+_ROW, _FIXED, _PAGE = 80, 512, 4096
+"""Bytes: the most a frame adds to a pack's tables, the most a pack holds besides, what its size is a multiple of.
+
+Too low an estimate would have every gc repack the same pack, which comes out as large as before.
+"""
 
 
 @dataclass(slots=True)
@@ -164,7 +167,7 @@ def _sparse(uses: dict[str, _Use], share: float) -> dict[str, _Use]:
     found = {pack: use for pack, use in uses.items() if use.live_bytes < share * use.size}
     after = sum(use.live_bytes + _ROW * len(use.frames) for use in found.values())
     before = sum(use.size for use in found.values())
-    return found if -(-(after + _ROW) // _PAGE) * _PAGE <= share * before else {}
+    return found if -(-(after + _FIXED) // _PAGE) * _PAGE <= share * before else {}
 
 
 def _copy(

@@ -17,9 +17,11 @@ from ckstore.errors import (
     CkstoreWarning,
     CorruptionError,
     FormatError,
+    InvalidInputError,
     MismatchError,
     NotFoundError,
 )
+from ckstore.format.manifest import Manifest
 from ckstore.format.records import Commit
 from ckstore.history import History, Marks, read_history
 from ckstore.ids import SaveName
@@ -71,10 +73,8 @@ def restore_into(context: Context, ref: refs.Ref, target: Any, request: RestoreR
         plan = _planned(opened, target, request)
         if request.atomic:
             _verify_blobs(context, opened, plan.blobs)
-        buffers = {}
-        for blob in plan.blobs:
-            direct = plan.direct(blob)
-            buffers[blob] = building.allocate(manifest.blob_sizes[blob]) if direct is None else direct
+        direct = {blob: memory for blob in plan.blobs if (memory := plan.direct(blob)) is not None}
+        buffers = _allocated(manifest, [blob for blob in plan.blobs if blob not in direct]) | direct
         touched = True
         read_pieces(context, pieces(manifest, buffers, opened.paths))
         plan.finish(buffers)
@@ -162,7 +162,7 @@ def _report_unreadable(damaged: dict[SaveName, Any], reported: set[SaveName]) ->
 def _judge(
     context: Context, save: SaveName, commit: Commit, error: CorruptionError | FormatError | NotFoundError
 ) -> CkstoreError:
-    """A miss is damage only if the snapshot is still live when read again; then it is quarantined, with the evidence."""
+    """A miss is damage only if the snapshot is live when read again; then it is quarantined, with the evidence."""
     history = read_history(context)
     if save in history.marks.removed or save not in history.saves:
         return NotFoundError(f"snapshot {save.nonce} (step {commit.step}) was removed while it was being read")
@@ -176,7 +176,8 @@ def _judge(
         return error
     with suppress(CkstoreError):
         facts.quarantine(context, save, {"error": str(found), "during": "restore"})
-    warnings.warn(f"step {commit.step} ({save.nonce}) is damaged and was set aside: {found}", CkstoreWarning, stacklevel=5)
+    what = f"step {commit.step} ({save.nonce}) is damaged and was set aside: {found}"
+    warnings.warn(what, CkstoreWarning, stacklevel=5)
     return found
 
 
@@ -195,9 +196,19 @@ def _read_state(context: Context, commit: Commit, marks: Marks, request: Restore
         needed = building.blobs_needed(opened.tree, request.keys)
     except NotFoundError as error:
         raise _RefusedError(error) from error
-    buffers = {blob: building.allocate(opened.manifest.blob_sizes[blob]) for blob in sorted(needed)}
+    buffers = _allocated(opened.manifest, sorted(needed))
     read_pieces(context, pieces(opened.manifest, buffers, opened.paths))
     return building.build(opened.tree, opened.order, buffers, request.keys)
+
+
+def _allocated(manifest: Manifest, blobs: Iterable[int]) -> dict[int, memoryview]:
+    """Memory for `blobs`. What a snapshot claims may be more than there is, damaged or not."""
+    sizes = {blob: manifest.blob_sizes[blob] for blob in blobs}
+    try:
+        return {blob: building.allocate(size) for blob, size in sizes.items()}
+    except (MemoryError, ValueError) as error:
+        what = f"this restore needs {sum(sizes.values())} bytes of memory, more than there is; choose a part with keys="
+        raise _RefusedError(InvalidInputError(what)) from error
 
 
 def _verify_blobs(context: Context, opened: Opened, blobs: Iterable[int]) -> None:

@@ -40,7 +40,8 @@ class Retention:
         known = {rule.name for rule in fields(cls)}
         unknown = [str(key) for key in policy if key not in known]
         if unknown:
-            raise InvalidInputError(f"no such retention rule: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+            there = ", ".join(sorted(known))
+            raise InvalidInputError(f"no such retention rule: {', '.join(unknown)}; there are {there}")
         values = dict(policy)
         if isinstance(values.get("keep_within"), str):
             values["keep_within"] = parse_duration(values["keep_within"])

@@ -62,7 +62,8 @@ def status(context: Context) -> StatusReport:
     report.unreadable = [save.nonce for save in sorted(history.damaged) if save not in history.marks.removed]
     report.tags = {label: save.nonce for label, save in read_tags(backend).items()}
     for one in list_announcers(backend):
-        busy = Busy(one.name, one.purpose, one.owner.pid if one.owner else None, bool(one.owner and one.owner.is_gone()))
+        owner = one.owner
+        busy = Busy(one.name, one.purpose, owner.pid if owner else None, bool(owner and owner.is_gone()))
         (report.undecided if one.name.startswith(layout.SAVES) else report.pins).append(busy)
     for name in backend.list(layout.PACKS):
         try:

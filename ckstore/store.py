@@ -14,6 +14,7 @@ from ckstore import diff as differences
 from ckstore import facts, floor, gc, layout, prune, refs, repack, restorer, writer
 from ckstore import status as statuses
 from ckstore.announce import PATIENCE_SECONDS, pinned
+from ckstore.arguments import chunk_size_of, name_of, patience_of, patterns_of, step_of, tags_of
 from ckstore.backend.base import Backend
 from ckstore.backend.url import open_backend
 from ckstore.codec.choose import profile_named
@@ -63,8 +64,7 @@ def open_store(
 
 
 def _create(backend: Backend, chunk_size: int) -> records.Config:
-    if chunk_size % 4096 or not 4096 <= chunk_size <= 64 << 20:
-        raise InvalidInputError(f"chunk_size is a multiple of 4096 from 4096 to {64 << 20} bytes, not {chunk_size}")
+    chunk_size_of(chunk_size)
     houses = [layout.SNAPSHOTS, layout.PACKS, layout.MANIFESTS, layout.MARKS, layout.SAVES]
     if any(backend.list(house) for house in houses):
         raise FormatError(
@@ -150,10 +150,8 @@ class Store:
         With `full` nothing written earlier is reused: the snapshot is readable without any older pack. On any error
         no part of the snapshot remains. `UnsupportedTypeError` names what cannot be kept before anything is written.
         """
-        labels = _labels(tags)
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:  # type: ignore[redundant-expr]
-            raise InvalidInputError(f"step is a whole number, 0 or more, not {step!r}")
-        check_label("branch", branch)
+        step, labels = step_of(step), tags_of(tags)
+        name_of("branch", branch)
         packed_meta = encode_meta({} if meta is None else meta)
         captured = capture(state, chunk_size=self._context.config.chunk_size)
         request = writer.SaveRequest(step, branch, labels, packed_meta, full, self._epochs.get(branch))
@@ -176,8 +174,7 @@ class Store:
         `MismatchError` lists what is missing, unexpected or different before anything changes; `strict=False` reports
         instead; `cast=True` allows another dtype; `atomic=True` verifies every byte before the first is put in place.
         """
-        patterns = (keys,) if isinstance(keys, str) else None if keys is None else tuple(keys)
-        request = restorer.RestoreRequest(patterns, strict, cast, atomic)
+        request = restorer.RestoreRequest(patterns_of(keys), strict, cast, atomic)
         if into is None:
             return restorer.restore(self._context, refs.parse(ref), request)
         report: RestoreReport = restorer.restore_into(self._context, refs.parse(ref), into, request)
@@ -202,7 +199,7 @@ class Store:
 
     def tag(self, name: str, ref: str | int = "latest") -> SnapshotInfo:
         """Name a snapshot, so that no policy drops it. A name that is taken moves to it."""
-        check_label("tag", name)
+        name_of("tag", name)
         _, info = self._find(ref)
         save = self._save_name(info)
         with pinned(self._context.backend, f"tag {name}", [save]) as marks:
@@ -253,7 +250,7 @@ class Store:
             return prune.report(removal, gc.sweep(context, progress=progress).freed_bytes)
 
     def drop(self, ref: str | int, *, force: bool = False, progress: Progress = silent) -> PruneReport:
-        """Remove one snapshot, even one whose record cannot be read. The last good one of a branch only with `force`."""
+        """Remove one snapshot, even one whose record cannot be read; the last good one of a branch with `force`."""
         save = self._droppable(ref, force)
         with spending(self._context) as context:
             removal = prune.drop(context, [save], force)
@@ -267,6 +264,7 @@ class Store:
         Packs that are mostly dead are repacked. `patience`: seconds that a save of an unknown process may stand still
         before it is given up. With `dry_run` nothing changes, and what a repack would free is an estimate.
         """
+        patience_of(patience)
         if dry_run:
             planned = gc.plan_sweep(self._context)
             planned.freed_bytes += repack.plan_repack(self._context)
@@ -290,16 +288,17 @@ class Store:
     def quarantine(self, ref: str | int, reason: str) -> SnapshotInfo:
         """Set a snapshot aside by hand: `latest` and retention pass it over until `clear`."""
         _, info = self._find(ref)
-        facts.quarantine(self._context, self._save_name(info), {"reason": reason, "during": "by hand"})
+        facts.quarantine(self._context, self._save_name(info), {"reason": str(reason), "during": "by hand"})
         return self._find(f"id:{info.id}")[1]
 
     def clear(self, ref: str | int, *, progress: Progress = silent) -> SnapshotInfo:
-        """Undo the quarantine of a snapshot, after a repair; it is verified first. `CorruptionError` if still damaged."""
+        """Undo the quarantine of a snapshot after a repair; `CorruptionError` if verifying finds it still damaged."""
         _, info = self._find(ref)
         report = self.verify(f"id:{info.id}", mark=False, progress=progress)
         if not report.ok:
             found = report.findings[0]
-            raise CorruptionError(f"{found.what}: snapshot {info.id} stays quarantined", name=found.name, offset=found.offset)
+            what = f"{found.what}: snapshot {info.id} stays quarantined"
+            raise CorruptionError(what, name=found.name, offset=found.offset)
         facts.clear(self._context, self._save_name(info), {"reason": "verified whole"})
         return self._find(f"id:{info.id}")[1]
 
@@ -309,7 +308,7 @@ class Store:
         The run goes on from `base`, by default what `latest` means now; later snapshots of older epochs are left
         behind. The number of the epoch.
         """
-        check_label("branch", branch)
+        name_of("branch", branch)
         for _ in range(64):
             start = self._save_name(self._find(base)[1]) if base is not None else self._newest(branch)
             # A prune that does not know of the epoch yet must not remove what it goes on from.
@@ -323,7 +322,9 @@ class Store:
                 if number is None:
                     continue
                 if start in read_marks(self._context.backend).removed:
-                    raise ConflictError(f"epoch {number} of {branch} is open, but what it goes on from was removed meanwhile")
+                    raise ConflictError(
+                        f"epoch {number} of {branch} is open, but what it goes on from was removed meanwhile"
+                    )
                 with self._lock:
                     self._epochs[branch] = number
                 return number
@@ -364,7 +365,8 @@ class Store:
     def _droppable(self, ref: str | int, force: bool) -> SaveName:
         history = read_history(self._context)
         parsed = refs.parse(ref)
-        unread = [save for save in history.saves if history.decision(save) is None and save not in history.marks.removed]
+        removed = history.marks.removed
+        unread = [save for save in history.saves if save not in removed and history.decision(save) is None]
         named = parsed.kind in ("id", "bare") and len(parsed.value) >= 4
         broken = [save for save in unread if named and save.nonce.startswith(parsed.value)]
         if len(broken) == 1:
@@ -372,18 +374,14 @@ class Store:
         save, commit = next(refs.candidates(history, parsed))
         good = [found for found, _ in history.candidates(commit.branch)]
         if not force and good == [save]:
-            raise InvalidInputError(f"{ref!r} is the last good snapshot of branch {commit.branch}; force=True (--force) drops it")
+            raise InvalidInputError(
+                f"{ref!r} is the last good snapshot of branch {commit.branch}; force=True (--force) drops it"
+            )
         return save
 
     @staticmethod
     def _refuse_removed(save: SaveName, gone: Iterable[SaveName]) -> None:
         if save in gone:
             raise NotFoundError(f"snapshot {save.nonce} is being removed; choose another")
-
-
-def _labels(tags: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(tags, str):
-        raise InvalidInputError(f"tags is a list of names; write tags=[{tags!r}]")
-    return tuple(check_label("tag", name) for name in tags)
 
 

@@ -9,7 +9,7 @@ import errno
 import posixpath
 
 from ckstore.backend.fs import Fs
-from ckstore.backend.oserrors import backend_error
+from ckstore.backend.oserrors import translated
 from ckstore.errors import BackendError, InvalidInputError
 from ckstore.ids import new_nonce
 
@@ -107,6 +107,7 @@ class Directories:
         while not self._make_if_parent_exists(path):
             missing.append(path)
             path = posixpath.dirname(path)
+        self._fsync_above(posixpath.dirname(path))
         self.fsync(posixpath.dirname(path))
         for path in reversed(missing):
             self._make_if_parent_exists(path)
@@ -128,12 +129,16 @@ class Directories:
             return self.check_root()
         if self.root in self._settled:
             return
-        try:  # the root may have been made a moment ago by another process, which has yet to fsync what is above
-            self._fsync_once(posixpath.dirname(self.root))
+        self._fsync_above(self.root)
+        self._settled.add(self.root)
+
+    def _fsync_above(self, directory: str) -> None:
+        """`directory` may have been made a moment ago by another process, which has yet to fsync what is above it."""
+        try:
+            self._fsync_once(posixpath.dirname(directory))
         except OSError as error:
             if error.errno not in _NOT_OURS:  # where nothing can be made, nothing was made a moment ago
                 raise
-        self._settled.add(self.root)
 
     def fsync_if_there(self, directory: str) -> bool:
         """`fsync`, or False if there is no such directory."""
@@ -157,16 +162,15 @@ class Directories:
         self._fs.unlink(path)
 
     def _identify(self) -> tuple[int, int] | None:
-        try:
-            fd = self._fs.open_directory(self.root)
-        except FileNotFoundError:
-            return None
-        except NotADirectoryError as error:
-            raise InvalidInputError(f"{self.root} is not a directory") from error
-        except OSError as error:
-            raise backend_error(error, f"open {self.root}") from error
-        try:
-            found = self._fs.fstat(fd)
-        finally:
-            self._fs.close(fd)
-        return found.device, found.inode
+        with translated(f"open {self.root}"):
+            try:
+                fd = self._fs.open_directory(self.root)
+            except FileNotFoundError:
+                return None
+            except NotADirectoryError as error:
+                raise InvalidInputError(f"{self.root} is not a directory") from error
+            try:
+                found = self._fs.fstat(fd)
+            finally:
+                self._fs.close(fd)
+            return found.device, found.inode

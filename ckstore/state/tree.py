@@ -82,10 +82,18 @@ def decode_order(data: bytes, tree: Tree) -> dict[int, list[int]]:
 
 
 def _unpack(data: bytes, what: str) -> list[object]:
+    if _items(data) > MAX_NODES:
+        raise FormatError(f"not {what}: {_items(data)} items where at most {MAX_NODES} are possible")
     try:
         return msgspec.msgpack.decode(data, type=list)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, ValueError, OverflowError) as error:
         raise FormatError(f"not {what} that this version can read") from error
+
+
+def _items(data: bytes) -> int:
+    """How many items an array in msgpack says that it holds, before any memory is taken for them."""
+    width = {0xDC: 2, 0xDD: 4}.get(data[0] if data else 0, 0)
+    return int.from_bytes(data[1 : 1 + width], "big")
 
 
 def _encode_node(node: object) -> object:

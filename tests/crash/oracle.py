@@ -11,12 +11,12 @@ from blake3 import blake3
 
 from ckstore import layout
 from ckstore.errors import CkstoreError, CkstoreWarning, NotFoundError
-from ckstore.history import read_epochs, read_history, read_marks
+from ckstore.history import read_epochs
 from ckstore.info import SnapshotInfo
-from ckstore.relocation import Relocations
 from ckstore.store import Store
 from ckstore.testing.crashes import CrashCounts, CrashExplorer, CrashRules, torn
 from ckstore.testing.simfs import Operation, SimFs
+from tests.crash.remains import leftovers
 from tests.crash.world import RESERVE, ROOT, Promised, Run, fingerprint, opened, state_of
 
 NEXT_STEP = 1_000_000
@@ -79,6 +79,9 @@ class Oracle:
             yield f"the store {promised.store[:8]} is not there"
         for snapshot in promised.must - found.listed.keys():
             yield f"acknowledged snapshot {self._spelled(snapshot)} is gone"
+        if promised.replaced - found.listed.keys():
+            for snapshot in promised.instead - found.listed.keys():
+                yield f"older snapshots were removed in favour of {self._spelled(snapshot)}, which is gone"
         for snapshot, value in found.restored.items():
             known = self._run.expected.get(snapshot)
             if value != known and (known is not None or value not in self._run.attempted):
@@ -126,6 +129,9 @@ class Oracle:
             return verdict
         else:
             verdict.store = store.id
+        if self._run.late is not None:
+            name, data = self._run.late
+            store._context.backend.put_if_absent(name, data)
         self._look(store, verdict)
         self._go_on(fs, replace(store._context), verdict)
         return verdict
@@ -160,7 +166,8 @@ class Oracle:
         reserve = fs.tree().get(f"{ROOT}/{layout.RESERVE}", b"")
         if len(reserve) != RESERVE:
             verdict.faults.append(f"the reserve is {len(reserve)} bytes")
-        verdict.faults += [f"left behind: {name}" for name in leftovers(fs, store)]
+        left = _tried(verdict, "looking for leftovers", lambda: leftovers(files_of(fs), store)) or []
+        verdict.faults += [f"left behind: {name}" for name in left]
         self._save(store, NEXT_STEP + 1, verdict)
         self._restore_listed(store, verdict, "restore after gc")
         self._restore(store, f"step:{NEXT_STEP}", NEXT_STEP, verdict)
@@ -178,28 +185,9 @@ class Oracle:
             verdict.faults.append(f"{ref} is step {value.get('step')} instead of {step}")
 
 
-def leftovers(fs: SimFs, store: Store) -> list[str]:
-    """What no snapshot needs and nobody owns: there must be nothing of it after gc without patience."""
-    context = store._context
-    history = read_history(context)
-    live = dict(history.commits())
-    moves = Relocations(context, read_marks(context.backend).relocated)
-    written = {pack.name for commit in live.values() for pack in commit.packs}
-    needed = {pack.name for commit in live.values() for pack in moves.packs(commit.packs)}
-    # A repack that died after its commit may yet be finished, as long as what it moved is in use.
-    needed |= {moved.new for _, move in history.relocations() for moved in move.moved if moved.old in written}
-    needed |= {layout.manifest(save, 0) for save in live}
-    found = []
-    for path in fs.tree():
-        name = path.removeprefix(f"{ROOT}/")
-        if name.endswith("/"):
-            continue  # an empty directory: the living process has one
-        house = name.partition("/")[0] + "/"
-        if house in (layout.SAVES, layout.PINS, layout.TEMPORARIES):
-            found.append(name)
-        elif house in (layout.PACKS, layout.MANIFESTS) and name not in needed:
-            found.append(name)
-    return found
+def files_of(fs: SimFs) -> list[str]:
+    """Every file below the store's root."""
+    return [path.removeprefix(f"{ROOT}/") for path in fs.tree() if path.startswith(ROOT) and not path.endswith("/")]
 
 
 def _tried(verdict: Verdict, what: str, act: Callable[[], R]) -> R | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 from ckstore import writer
+from ckstore.backend.fs import Fs
 from ckstore.errors import BackendError
 from ckstore.testing.faults import Fault, FaultyFs
 from tests.crash.world import Died, Host, MortalFs, Run, state_of
 
 Scenario = Callable[[Host], Run]
+Operation = Callable[[Run, Fs], None]
 
 
 def _stored(host: Host, steps: range) -> Run:
@@ -216,9 +219,61 @@ def limits(**changed: int) -> Iterator[None]:
         yield
 
 
-def _killed_when(run: Run, where: str, act: Callable[[], object], *, verb: str = "", at: int = 1) -> None:
-    """Let a process of its own do `act`, and kill it just before its call number `at` of `verb` on `where`."""
-    fs = MortalFs(run.fs, where=where, verb=verb, at=at)
+def save_beside_unsynced_top(host: Host) -> Run:
+    """A process made the first directory on the way to the root and was killed before its fsync; another goes on."""
+    return _save_after_killed_init(host, at=1)
+
+
+def save_beside_unsynced_root(host: Host) -> Run:
+    """Likewise, when it had made the root."""
+    return _save_after_killed_init(host, at=3)
+
+
+def _save_after_killed_init(host: Host, at: int) -> Run:
+    run = Run(host)
+    fs = MortalFs(run.fs, at, verb="fsync")
+    with pytest.raises(Died):
+        run.init(fs)
+    run.host.kill()
+    run.end_process()
+    run.init()
+    run.save(1)
+    return run
+
+
+def save_beside_unsynced_houses(host: Host) -> Run:
+    """A first save was killed before it had made the store's directories durable; another save finds them there."""
+    run = _stored(host, range(0))
+    _killed_when(run, "", lambda: run.save(1), verb="fsync", at=4)
+    run.save(2)
+    return run
+
+
+def gc_beside_unsynced_removal(host: Host) -> Run:
+    """A prune was killed when its `removed` mark was visible and not durable; gc frees what that lets go."""
+    run = _stored(host, range(1, 4))
+    _killed_when(run, "/removed", lambda: run.prune(keep_last=2), verb="rename", after=True)
+    run.gc()
+    return run
+
+
+def gc_beside_late_writer(host: Host) -> Run:
+    """gc gives up a writer on another host just before its commit; the disk's host loses power; the writer goes on."""
+    run = _stored(host, range(1, 2))
+    _killed_when(run, "/snapshots/", lambda: run.save(2), verb="link")
+    (data,) = [data for path, data in run.fs.tree().items() if "/tmp/" in path and data]
+    (save,) = [path.rpartition("/")[2] for path in run.fs.tree() if "/saves/" in path]
+    run.late = (f"snapshots/{save}", data)
+    run = run.settled()
+    run.gc(patience=0)
+    return run
+
+
+def _killed_when(
+    run: Run, where: str, act: Callable[[], object], *, verb: str = "", at: int = 1, after: bool = False
+) -> None:
+    """Let a process of its own do `act`, and kill it just before (or after) its call `at` of `verb` on `where`."""
+    fs = MortalFs(run.fs, where=where, verb=verb, at=at, after=after)
     run.begin_process(fs)
     with suppress(Died):
         act()
@@ -227,29 +282,68 @@ def _killed_when(run: Run, where: str, act: Callable[[], object], *, verb: str =
     run.end_process()
 
 
-def killed_then(host: Host, first: Callable[[Run], object], then: Callable[[Run], object]) -> Iterator[Run]:
-    """`first`, killed before each of its calls in turn, and then `then` by another process."""
-    at = 0
-    dead = True
-    while dead:
-        at += 1
-        run = _stored(host, range(1, 2))
-        fs = MortalFs(run.fs, at=at)
-        run.begin_process(fs)
+def killed_then(host: Host, first: Operation, then: Operation, verb: str) -> Iterator[Run]:
+    """`first`, killed just before each call of `verb` in turn, and then `then` by another process."""
+    for at in itertools.count(1):
+        run = Run(host) if first is init_store else _stored(host, range(1, 2))
+        fs = MortalFs(run.fs, at, verb=verb)
+        if first is not init_store:
+            run.begin_process(fs)
         with suppress(Died):
-            first(run)
-        dead = fs.is_dead
+            first(run, fs)
+        if not fs.is_dead:
+            return
         run.host.kill()
         run.end_process()
-        then(run)
+        then(run, run.fs)
         yield run
 
+
+def init_store(run: Run, fs: Fs) -> None:
+    run.init(fs)
+
+
+def init_and_save(run: Run, fs: Fs) -> None:
+    """Who finds a store that is being made takes it as it is; what is acknowledged in it is durable with it."""
+    run.init(fs)
+    run.save(1)
+
+
+def save_once(run: Run, fs: Fs) -> None:
+    with limits(INLINE_BYTES=0):
+        run.save(2 + len(run.attempted), tags=["best"])
+
+
+def prune_once(run: Run, fs: Fs) -> None:
+    if len(run.infos) < 2:
+        run.save(1 + len(run.attempted))
+    run.adopt_listed()
+    run.prune(keep_last=1)
+
+
+def gc_once(run: Run, fs: Fs) -> None:
+    run.gc()
+
+
+def epoch_once(run: Run, fs: Fs) -> None:
+    run.open_epoch()
+
+
+PAIRS: dict[str, tuple[Operation, Operation]] = {
+    "init, save": (init_store, init_and_save),
+    "save, save": (save_once, save_once),
+    "save, prune": (save_once, prune_once),
+    "prune, save": (prune_once, save_once),
+    "prune, gc": (prune_once, gc_once),
+    "epoch, epoch": (epoch_once, epoch_once),
+}
 
 SCENARIOS: dict[str, Scenario] = {
     act.__name__: act
     for act in (
         init, first_save, second_save, tenth_save, same_step_again, full_save, failed_save, repack, prune, drop, gc_after_kill,
         floor, tag, tag_moved, untag, open_epoch, next_epoch, quarantine, clear, prune_beside_unsynced_commit,
-        untag_beside_unsynced_tag,
+        untag_beside_unsynced_tag, save_beside_unsynced_top, save_beside_unsynced_root, save_beside_unsynced_houses,
+        gc_beside_unsynced_removal, gc_beside_late_writer,
     )
 }  # fmt: skip

@@ -131,12 +131,16 @@ class Died(BaseException):
 
 
 class MortalFs(FsWrapper):
-    """An `Fs` whose process dies just before the call number `at` (from 1) of `verb` on paths that contain `where`."""
+    """An `Fs` whose process dies just before the call number `at` (from 1) of `verb` on paths that contain `where`.
 
-    def __init__(self, inner: Fs, at: int, *, verb: str = "", where: str = "") -> None:
+    With `after` that call is still carried out.
+    """
+
+    def __init__(self, inner: Fs, at: int, *, verb: str = "", where: str = "", after: bool = False) -> None:
         super().__init__(inner)
         self.is_dead = False
         self._left = at
+        self._after = after
         self._verb = verb
         self._where = where
         self._paths: dict[int, str] = {}
@@ -145,6 +149,8 @@ class MortalFs(FsWrapper):
         paths = [self._paths.get(arg, "") if isinstance(arg, int) else arg for arg in args if isinstance(arg, int | str)]
         if self._verb in ("", verb) and any(self._where in path for path in paths):
             self._left -= 1
+            if self._left == 0 and self._after:
+                function(*args, **kwargs)
             self.is_dead |= self._left == 0
         if self.is_dead:
             raise Died
@@ -158,11 +164,13 @@ class MortalFs(FsWrapper):
 class Promised:
     """What had been acknowledged: snapshots that must be there, and facts that must stand.
 
-    `tags` maps a name to a snapshot, to "" when it must be free; a name that is being changed is not in it.
+    Any of `replaced` may be missing, but only if all of `instead` are there. `tags` maps a name to a snapshot, to "" when it must be free; a name that is being changed is not in it.
     """
 
     store: str = ""
     must: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
+    instead: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     tags: Mapping[str, str] = field(default_factory=dict)
     epochs: Mapping[str, int] = field(default_factory=dict)
@@ -181,6 +189,8 @@ class Run:
         self.infos: dict[str, SnapshotInfo] = {}
         self.attempted: set[str] = set()
         """Fingerprints of all states ever passed to a save."""
+        self.late: tuple[str, bytes] | None = None
+        """What a writer on another host, which stood still, creates after the crash."""
         self._now = Promised()
         self._promised: list[tuple[int, Promised]] = [(0, self._now)]
         self._store: Store | None = None
@@ -190,6 +200,7 @@ class Run:
         after = Run(self.host, self.fs.reboot())
         after.index = self.index.copy()
         after.expected, after.infos, after.attempted = dict(self.expected), dict(self.infos), set(self.attempted)
+        after.late = self.late
         after._now = self._now
         after._promised = [(0, self._now)]
         return after
@@ -197,6 +208,11 @@ class Run:
     def promised(self, prefix: int) -> Promised:
         """What had been acknowledged when the log was `prefix` long."""
         return next(promised for length, promised in reversed(self._promised) if length <= prefix)
+
+    @property
+    def acknowledged(self) -> int:
+        """How long the log was when the last promise was made."""
+        return self._promised[-1][0]
 
     def is_new_promise(self, prefix: int) -> bool:
         return any(length == prefix for length, _ in self._promised)
@@ -227,8 +243,8 @@ class Run:
 
     # operations
 
-    def init(self) -> None:
-        self._store = opened(self.fs, self.index, create=True)
+    def init(self, fs: Fs | None = None) -> None:
+        self._store = opened(fs or self.fs, self.index, create=True)
         self._promise(store=self._store.id)
 
     def save(self, step: int, *, state: Any = None, tags: Sequence[str] = (), **options: Any) -> str:
@@ -242,11 +258,11 @@ class Run:
         return info.id
 
     def prune(self, **policy: Any) -> None:
-        kept = set(self.store.prune(policy, dry_run=True).kept)
-        self._promise(must=self._now.must & kept)
+        kept = frozenset(self.store.prune(policy, dry_run=True).kept)
+        victims = self._now.must - kept
+        self._promise(must=self._now.must & kept, replaced=self._now.replaced | victims, instead=kept)
         report = self.store.prune(policy)
-        # What it says it keeps is as good as acknowledged, whoever saved it.
-        self._promise(must=self._now.must | set(report.kept) & set(self.expected), gone=self._now.gone | set(report.removed))
+        self._promise(gone=self._now.gone | set(report.removed), must=self._now.must | kept)
 
     def drop(self, snapshot: str) -> None:
         self._promise(must=self._now.must - {snapshot})

@@ -5,7 +5,6 @@ it is. A text that is no longer there fails loudly: the rule was rewritten and i
 """
 
 from __future__ import annotations
-
 import __future__
 
 import importlib
@@ -23,7 +22,7 @@ import pytest
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """In the source of `target` ("module:function" or "module:Class.method"), the first of each pair becomes the second."""
+    """In the source of `target` ("module:function" or "module:Class.method"), each first becomes its second."""
 
     target: str
     changes: tuple[tuple[str, str], ...]
@@ -37,6 +36,8 @@ class Rule:
     scenario: str
     budget: int
     edits: tuple[Edit, ...]
+    preemptions: int = 0
+    """0: random schedules. Otherwise all schedules with at most so many preemptions, fewest first."""
 
 
 @contextmanager
@@ -82,8 +83,8 @@ def _edit(target: str, *changes: tuple[str, str]) -> Edit:
     return Edit(f"ckstore.{target}", changes)
 
 
-def _rule(name: str, scenario: str, *edits: Edit, budget: int = 2000) -> Rule:
-    return Rule(name, scenario, budget, edits)
+def _rule(name: str, scenario: str, *edits: Edit, budget: int = 500, preemptions: int = 0) -> Rule:
+    return Rule(name, scenario, budget, edits, preemptions)
 
 
 _ANNOUNCED_LATE = _edit(
@@ -95,8 +96,9 @@ _ANNOUNCED_LATE = _edit(
 RULES = (
     # --- saves
     _rule("a save announces itself, then reads facts", "beside drop", _ANNOUNCED_LATE),
-    _rule("a save builds on nothing condemned", "reuse", _edit(
-        "announce:announced", ("marks.removed | marks.quarantined | marks.condemned.keys()", "marks.removed"))),
+    _rule("a save builds on nothing condemned", "beside drop", _edit(
+        "announce:announced", ("marks.removed | marks.quarantined | marks.condemned.keys()", "marks.removed")), _edit(
+        "writer:_parents", (" | history.marks.condemned.keys()", ""))),
     _rule("an index hit counts only in the closure of an announced parent", "stale index", _edit(
         "known:Known.find",
         ("if written is not None and written.pack in self._sizes:\n            with suppress(*_LOST):\n",
@@ -112,14 +114,16 @@ RULES = (
     _rule("an announcement stays until its save is decided", "reuse", _edit(
         "announce:announced", ("if _is_decided(backend, SaveName.parse(record.save)):", "if True:")), _edit(
         "writer:save",
-        ("            commit(context, record)\n            _set_tags", "        commit(context, record)\n        _set_tags"))),
+        ("            commit(context, record)\n            _set_tags",
+         "        commit(context, record)\n        _set_tags"))),
     # --- commits
     _rule("a commit is created if absent, not put", "given up", _edit(
         "commit:_create",
         ("created = context.backend.put_if_absent(layout.snapshot(save), records.encode(record))",
          "created = context.backend.put(layout.snapshot(save), records.encode(record)) is None"))),
     _rule("who finds the name taken reads what was decided", "given up", _edit(
-        "commit:_create", ("if not created and not isinstance(read_decision(context, save), type(record)):", "if False:"))),
+        "commit:_create",
+        ("if not created and not isinstance(read_decision(context, save), type(record)):", "if False:"))),
     _rule("nobody reports failure before trying ABORT", "network", _edit(
         "commit:_create",
         ("if not _won_after_all(context, save, error):\n            raise\n        created = True", "raise"))),
@@ -142,26 +146,29 @@ RULES = (
         "prune:_remove_unless_named", ("if dependant is not None:", "if False:"))),
     _rule("a remover spares what a tag names", "tagged drop", _edit(
         "prune:_remove_unless_named", ("elif save in tags.values():", "elif False:"))),
-    _rule("a prune judges again after it condemned", "epochs", _edit(
+    _rule("a prune judges again after it condemned", "takeover", _edit(
         "prune:prune",
         ("victims = plan_prune(context, policy, branch).drop",
          "plan = plan_prune(context, policy, branch)\n    victims = plan.drop"),
-        ("    plan = _plan(context, read_history(context), policy, branch, own)\n", ""))),
+        ("    plan = _plan(context, read_history(context), policy, branch, own)\n", "")),
+        preemptions=2, budget=800),
     _rule("a remover withdraws its own mark only", "forced drop", _edit(
         "prune:finish_condemned",
         ("context.backend.delete(own[save])",
-         "[context.backend.delete(name) for name in context.backend.list(layout.marks(save)) if 'condemned' in name]"))),
+         "[context.backend.delete(name) for name in context.backend.list(layout.marks(save)) if '/condemned' in name]")
+    )),
     _rule("who finishes a removal condemns anew", "withdrawn", _edit(
         "prune:finish_condemned",
-        ("own = condemn(context, waiting)", "own = dict.fromkeys(waiting, layout.mark(waiting[0], 'none'))"))),
+        ("own = condemn(context, waiting)", "own = dict.fromkeys(waiting, layout.mark(waiting[0], 'none'))")),
+        budget=800),
     _rule("who finishes a removal spares the last good one", "last one", _edit(
-        "prune:finish_condemned", ("if save in last:", "if False:"))),
+        "prune:finish_condemned", ("last = _best_of_branches(history)", "last = set()"))),
     _rule("a prune does not count on what others condemned", "by hand", _edit(
         "prune:facts_of", ("unsafe.add(save)", "pass"))),
     _rule("a drop does not count on what others condemned", "by hand", _edit(
         "prune:drop", ("last = set() if force else _last_of_branches(read_history(context))", "last = set()"))),
     # --- gc
-    _rule("facts are read before commits are listed", "branches", _edit(
+    _rule("facts are read before commits are listed", "beside drop", _edit(
         "history:read_history",
         ("        marks = read_marks(context.backend)\n"
          "        decided = list_saves(context.backend, layout.SNAPSHOTS)\n",
@@ -184,9 +191,11 @@ RULES = (
         ("if save in self.marks.removed:", "if save in self.marks.removed or save in self.marks.condemned:"))),
     # --- the floor
     _rule("a floor is proposed before it is raised", "slow", _edit(
-        "floor:raise_floor", ("context.backend.put(proposal, records.encode(proposed))", "pass"))),
+        "floor:raise_floor", ("context.backend.put(proposal, records.encode(proposed))", "pass")),
+        preemptions=2),
     _rule("a floor stays below what is undecided", "slow", _edit(
-        "floor:raise_floor", ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
+        "floor:raise_floor",
+        ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
     _rule("a save below a proposed floor takes another name", "slow", _edit(
         "writer:save", ("if _is_below_floor(context, name):", "if False:"))),
     _rule("proposals are read before the floor", "slow", _edit(
@@ -194,7 +203,7 @@ RULES = (
         ("    proposed = proposed_sequences(context)\n"
          "    return save.sequence < max([read_floor(context.backend).sequence, *proposed])",
          "    floor = read_floor(context.backend).sequence\n"
-         "    return save.sequence < max([floor, *proposed_sequences(context)])"))),
+         "    return save.sequence < max([floor, *proposed_sequences(context)])")), budget=12_000),
     _rule("who commits reads the floor afterwards", "floors", _edit(
         "commit:_create", ("    _check_floor(context, save)\n", ""))),
     _rule("a listing is read again when a floor voids something", "floors", _edit(
@@ -202,13 +211,15 @@ RULES = (
     _rule("a record that a floor cleared away is no error", "floors", _edit(
         "history:History.decision", ("if not is_void(read_floor(self.context.backend), save):", "if True:"))),
     # --- repack
-    _rule("a save builds on no pack that is being moved", "repacks", _edit(
+    _rule("a save builds on no pack that is being moved", "beside repack", _edit(
         "known:Known._is_whole", ("if pack in self._marks.relocating:", "if False:"))),
-    _rule("a repack marks, then lists who depends", "repacks", _edit(
+    _rule("a repack marks, then lists who depends", "beside repack", _edit(
         "repack:_copy",
         ("    for pack in victims:\n", "    wanted = _wanted_by_others(context, save)\n    for pack in victims:\n"),
         ("    wanted = _wanted_by_others(context, save)\n    if wanted is None", "    if wanted is None"))),
-    _rule("a moved pack is marked so before its mark of moving goes", "repacks", _edit(
+    _rule("two repacks leave each other's packs alone", "two repacks", _edit(
+        "repack:_copy", ("    wanted |= _moved_by_others(history, save, now)\n", "")), preemptions=2),
+    _rule("a moved pack is marked so before its mark of moving goes", "beside repack", _edit(
         "repack:repack",
         ("    finish(context, save, relocation)\n    withdraw(context, save, victims)\n",
          "    withdraw(context, save, victims)\n    finish(context, save, relocation)\n"))),
@@ -228,7 +239,8 @@ RULES = (
         "store:Store.tag",
         ("marks = read_marks(self._context.backend)\n"
          "        self._refuse_removed(save, marks.removed | marks.condemned.keys())",
-         "self._refuse_removed(save, read_marks(self._context.backend).removed)"))),
+         "self._refuse_removed(save, read_marks(self._context.backend).removed)")),
+        preemptions=2, budget=1500),
     _rule("a restore whose choice was removed resolves anew", "readers", _edit(
         "restorer:_choices", ("removed = isinstance(failed.get(save), NotFoundError)", "removed = False"))),
 )  # fmt: skip

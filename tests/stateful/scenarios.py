@@ -62,9 +62,15 @@ def first_removed(world: World) -> list[Act]:
     return [*two(world), world.prune(keep_last=1)]
 
 
-def second_condemned(world: World) -> list[Act]:
-    """Two snapshots; whoever meant to remove the second died."""
-    return [*two(world), world.condemn(2)]
+def sparse(world: World) -> list[Act]:
+    """One snapshot, which needs little of each of its two packs."""
+    saves = [world.save(1, full=True), world.save(2), world.save(3)]
+    return [*saves, world.prune(keep_last=1), world.sweep()]
+
+
+def both_condemned(world: World) -> list[Act]:
+    """Two snapshots; somebody is about to remove both."""
+    return [*two(world), world.condemn(1), world.condemn(2)]
 
 
 def world_of(scenario: Scenario, strategy: Strategy, seed: int) -> World:
@@ -212,9 +218,16 @@ def _forced_drop(world: World, rng: random.Random) -> None:
 def _withdrawn(world: World, rng: random.Random) -> None:
     """A remover withdraws its mark while gc finishes what it takes for an interrupted removal."""
     world.truth.may_drop.update(world.truth.commits)
-    world.add("drop", world.drop(1))
     world.add("gc", world.sweep())
+    world.add("withdraws", world.withdraw(1))
     world.add("writer", world.save(3))
+
+
+def _takeover(world: World, rng: random.Random) -> None:
+    epoch = {"number": 0}
+    world.add("new", world.open_epoch(epoch))
+    world.add("old", world.save(3, full=True, of_epoch={"number": 0}))
+    world.add("prune", world.prune(keep_last=1))
 
 
 def _stale_index(world: World, rng: random.Random) -> None:
@@ -271,6 +284,18 @@ def _repacks(world: World, rng: random.Random) -> None:
     world.add("repack", world.repack())
 
 
+def _beside_repack(world: World, rng: random.Random) -> None:
+    """A save of what an old pack still holds, though no snapshot needs it any more, while that pack is repacked."""
+    world.knows("writer", 1)
+    world.add("writer", world.save(1))
+    world.add("gc", world.repack(), world.sweep())
+
+
+def _two_repacks(world: World, rng: random.Random) -> None:
+    world.add("one", world.repack())
+    world.add("two", world.repack(), world.sweep())
+
+
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
@@ -286,7 +311,8 @@ SCENARIOS = {
         Scenario("tagged drop", two, _tagged_drop),
         Scenario("beside drop", two, _beside_drop),
         Scenario("forced drop", one, _forced_drop),
-        Scenario("withdrawn", second_condemned, _withdrawn),
+        Scenario("takeover", two, _takeover),
+        Scenario("withdrawn", both_condemned, _withdrawn),
         Scenario("stale index", first_removed, _stale_index),
         Scenario("stopped tagger", two, _stopped_tagger),
         Scenario("last one", one, _last_one, ("drop",)),
@@ -294,6 +320,8 @@ SCENARIOS = {
         Scenario("branches", two, _branches),
         Scenario("verify", two, _verify),
         Scenario("crashes", two, _crashes, ("writer", "other", "prune", "gc")),
+        Scenario("beside repack", sparse, _beside_repack),
+        Scenario("two repacks", sparse, _two_repacks),
         Scenario("repacks", two, _repacks, ("gc", "writer")),
     )
 }

@@ -50,7 +50,8 @@ class Truth:
     # --- what is
 
     def live(self) -> dict[SaveName, records.Commit]:
-        return {save: commit for save, commit in self.commits.items() if save not in self.removed and not self.void(save)}
+        gone = self.removed
+        return {save: commit for save, commit in self.commits.items() if save not in gone and not self.void(save)}
 
     def void(self, save: SaveName) -> bool:
         return save.sequence < self.floor.sequence and str(save) not in self.floor.live

@@ -175,7 +175,9 @@ class Handle:
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         self._actor.point()
-        fault, self.commit_fault = (self.commit_fault, "") if name.startswith(layout.SNAPSHOTS) else ("", self.commit_fault)
+        fault = ""
+        if name.startswith(layout.SNAPSHOTS):
+            fault, self.commit_fault = self.commit_fault, ""
         if fault in ("delayed", "twice"):
             self._world.deliver_later(name, data)
         if fault in ("refused", "delayed"):
@@ -355,7 +357,7 @@ class World:
         if name not in self.truth.commits or self.truth.void(name):
             self.faults.append(f"save {saved.value} was acknowledged but is not there")
         if saved.epoch is not None and saved.newest_epoch > saved.epoch:
-            self.faults.append(f"save {saved.value} of epoch {saved.epoch} was acknowledged after {saved.newest_epoch} began")
+            self.faults.append(f"save {saved.value} of epoch {saved.epoch} was acknowledged in {saved.newest_epoch}")
 
     def announced_by(self, actor: Actor, name: str) -> None:
         save = SaveName.parse(name.removeprefix(layout.SAVES))
@@ -399,6 +401,16 @@ class World:
         def act(actor: Actor) -> None:
             self.truth.may_drop.add(self._named(value))
             prune.condemn(self.context(actor), [self._named(value)])
+
+        return act
+
+    def withdraw(self, value: int) -> Callable[[Actor], None]:
+        """Give up the removal of the snapshot of the state `value` that `condemn` began."""
+        marks = self.raw.list(layout.marks(self._named(value)))
+
+        def act(actor: Actor) -> None:
+            for name in marks:
+                self.context(actor).backend.delete(name)
 
         return act
 
@@ -519,7 +531,7 @@ class World:
     # --- the verdict
 
     def run(self, last_gc: bool = True) -> list[str]:
-        """Let everybody act, then check; what went wrong, in words. Without `last_gc` the store stays as they left it."""
+        """Let everybody act, then check; what went wrong, in words. Without `last_gc` the store stays as it is."""
         self.scheduler.run()
         faults = self.faults + self.truth.faults
         for actor in self.scheduler.actors:
@@ -537,6 +549,7 @@ class World:
             found.extend(self._check_saves() + self._check_snapshots(actor))
             gc.sweep(self.context(actor), 0.0)
             prune.finish_condemned(self.context(actor))
+            repack.finish_interrupted(self.context(actor))
             gc.sweep(self.context(actor), 0.0)
             found.extend(self._check_leftovers() + self._check_snapshots(actor) + self.truth.faults)
 

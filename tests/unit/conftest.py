@@ -42,7 +42,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_here(tmp_path: Path, place: Path) -> Iterator[Callable[..., Store]]:
-    """Open (and make) the store of this test, or one over another backend; each opening is a store object of its own."""
+    """Open (and make) the store of this test, or one over another backend; each opening is a store of its own."""
     with ExitStack() as opened:
 
         def open_(backend: Backend | Path | None = None, *, cache: str = "cache", **options: Any) -> Store:

@@ -30,8 +30,8 @@ def changes(store: Store, before: object, after: object) -> tuple[list[str], lis
 
 def test_show_lists_every_leaf(store: Store, noise: Noise) -> None:
     state = {
-        "w": noise(1, 2).reshape(2, -1), "n": 7, "text": "x" * 100, "none": None, "empty": [], "nested": {"a": (1, 2.5)},
-        "scalar": np.float32(0.5), "long": "y" * 5000,
+        "w": noise(1, 2).reshape(2, -1), "n": 7, "text": "x" * 100, "none": None, "empty": [],
+        "nested": {"a": (1, 2.5)}, "scalar": np.float32(0.5), "long": "y" * 5000,
     }  # fmt: skip
     info = store.save(state, step=1)
     detail = store.show(1)

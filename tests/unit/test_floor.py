@@ -153,7 +153,7 @@ def test_where_packs_went_is_known_for_as_long_as_somebody_may_ask(
 ) -> None:
     store = open_here(backend)
     store.save({"big": noise(1, 40), "kept": noise(2, 6)}, step=1)
-    store.save({"kept": noise(2, 6)}, step=2)
+    store.save({"kept": noise(2, 6)}, step=2, tags=["old"])
     store.drop(1)
     assert store.gc().freed_packs == 1
     for step in range(3, 9):
@@ -162,6 +162,7 @@ def test_where_packs_went_is_known_for_as_long_as_somebody_may_ask(
     floor.raise_floor(store._context, least=1)
     fresh = open_here(backend, cache="fresh")
     assert np.array_equal(fresh.restore()["kept"], noise(2, 6))
+    assert np.array_equal(fresh.restore("old")["kept"], noise(2, 6))
     assert fresh.verify().ok
 
 

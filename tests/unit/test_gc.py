@@ -47,7 +47,13 @@ def used(store: Store, noise: Noise) -> Store:
 def test_a_tidy_store_has_nothing_to_free(used: Store) -> None:
     before = used._context.backend.list("packs/")
     found = used.gc()
-    assert (found.freed_bytes, found.freed_packs, found.freed_objects, found.aborted, found.waiting_for) == (0, 0, 0, [], [])
+    assert (found.freed_bytes, found.freed_packs, found.freed_objects, found.aborted, found.waiting_for) == (
+        0,
+        0,
+        0,
+        [],
+        [],
+    )
     assert used._context.backend.list("packs/") == before
 
 
@@ -169,7 +175,7 @@ def test_a_listing_that_lacks_a_record_is_no_evidence_of_garbage(open_here: Open
     store = open_here(backend)
     info = store.save({"w": noise(1, 5)}, step=1)
     backend.lacks = layout.snapshot(store._save_name(info))
-    with pytest.raises(BackendError, match="listing of snapshots/ lacks .*, which is there: nothing was freed"):
+    with pytest.raises(BackendError, match=r"listing of snapshots/ lacks .*, which is there: nothing was freed"):
         store.gc()
     backend.lacks = ""
     assert np.array_equal(store.restore()["w"], noise(1, 5))
@@ -253,7 +259,8 @@ def test_temporaries_of_a_decided_save_go_and_those_of_an_undecided_one_stay(use
         folder.mkdir(parents=True)
         (folder / "x").write_bytes(bytes(1000))
     used._context.backend.put(
-        layout.announcement(undecided), records.encode(records.Announcement(str(undecided), "main", 5, 0, [], ELSEWHERE))
+        layout.announcement(undecided),
+        records.encode(records.Announcement(str(undecided), "main", 5, 0, [], ELSEWHERE)),
     )
     assert used.gc().freed_bytes == 1000
     assert not (place / "tmp" / str(decided)).exists()

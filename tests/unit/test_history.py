@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckstore import facts, layout
+from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import CorruptionError, FencedError, FormatError
 from ckstore.format import records
 from ckstore.history import list_saves, parse_marks, read_epochs, read_floor, read_history, read_marks
 from ckstore.ids import SaveName
 from ckstore.process import current_owner
 from ckstore.store import Store
+from ckstore.testing.faults import Fault, FaultyBackend
 
 A, B = SaveName(1, "a" * 16), SaveName(2, "b" * 16)
 
@@ -113,6 +116,16 @@ def test_an_epoch_fences_what_older_runs_saved_after_its_base(open_here: Callabl
     ]  # fmt: skip
 
 
+def test_a_run_that_is_taken_over_while_it_saves_is_told_and_leaves_nothing(open_here: Callable[..., Store]) -> None:
+    inner = MemoryBackend()
+    new = open_here(inner)
+    old = open_here(FaultyBackend(inner, Fault("put_stream", 1, lambda: new.open_epoch() and None)))
+    with pytest.raises(FencedError, match="a newer run took over branch main"):
+        old.save({"w": np.arange(9000)}, step=1)
+    assert new.snapshots() == []
+    assert inner.list("packs/") == []
+
+
 def test_a_fenced_run_may_still_save_to_other_branches(open_here: Callable[..., Store]) -> None:
     old, new = open_here(), open_here()
     old.open_epoch()
@@ -205,3 +218,14 @@ def test_foreign_names_among_the_records_are_passed_over(store: Store) -> None:
     store._context.backend.put("marks/README", b"hello")
     assert good(store) == [1]
     assert read_marks(store._context.backend).removed == frozenset()
+
+
+def test_a_damaged_epoch_stops_its_own_branch_only(store: Store) -> None:
+    saved(store, 1)
+    saved(store, 2, branch="exp")
+    store._context.backend.put(layout.epoch("exp", 1), b"torn")
+    assert store.restore() == {"step": 1}
+    with pytest.raises(CorruptionError, match="epochs/exp/0000000001"):
+        store.restore("branch:exp")
+    two = next(save for save, _ in read_history(store._context).commits("exp"))
+    assert store.restore(f"id:{two.nonce}") == {"step": 2}

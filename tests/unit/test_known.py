@@ -114,7 +114,9 @@ def test_a_lying_index_entry_is_a_miss(store: Store, noise: Noise) -> None:
     assert known_after(store, save).find(ids[0]) is None
 
 
-def test_a_damaged_parent_is_only_a_lost_chance(store: Store, noise: Noise, place: Path, damage: Callable[..., None]) -> None:
+def test_a_damaged_parent_is_only_a_lost_chance(
+    store: Store, noise: Noise, place: Path, damage: Callable[..., None]
+) -> None:
     state = {"a": noise(1, 2)}
     first = store.save(state, step=1)
     damage(place / layout.snapshot(store._save_name(first)))

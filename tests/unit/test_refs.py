@@ -39,8 +39,8 @@ def test_refs_are_read(text: str | int, expected: Ref) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x" * 500, "step:", "step:x", "step:-1", -1, True, None, 1.0, b"latest", "kind:x", "id:", "@latest", "../x@latest",
-     "tag:../x", "branch:a b", "step:" + "9" * 20, "-x@1"],
+    ["", "x" * 500, "step:", "step:x", "step:-1", -1, True, None, 1.0, b"latest", "kind:x", "id:", "@latest",
+     "../x@latest", "tag:../x", "branch:a b", "step:" + "9" * 20, "-x@1"],
 )  # fmt: skip
 def test_what_can_be_no_ref_is_refused(text: object) -> None:
     with pytest.raises(InvalidInputError):

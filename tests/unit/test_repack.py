@@ -45,7 +45,9 @@ def prepared(open_here: Open, backend: MemoryBackend, noise: Noise) -> Store:
     return store
 
 
-def test_a_sparse_pack_gives_its_live_frames_to_a_new_one(prepared: Store, backend: MemoryBackend, noise: Noise) -> None:
+def test_a_sparse_pack_gives_its_live_frames_to_a_new_one(
+    prepared: Store, backend: MemoryBackend, noise: Noise
+) -> None:
     before = sum(backend.stat(name) for name in packs(backend))
     old = packs(backend)
     found = prepared.gc()
@@ -78,7 +80,9 @@ def test_a_pack_that_is_half_live_stays(open_here: Open, backend: MemoryBackend,
     assert packs(backend) == before
 
 
-def test_a_fresh_machine_reads_what_was_moved(prepared: Store, open_here: Open, backend: MemoryBackend, noise: Noise) -> None:
+def test_a_fresh_machine_reads_what_was_moved(
+    prepared: Store, open_here: Open, backend: MemoryBackend, noise: Noise
+) -> None:
     prepared.gc()
     fresh = open_here(backend, cache="another machine")
     assert np.array_equal(fresh.restore()["kept"], noise(2, 2))
@@ -182,7 +186,9 @@ def test_a_verify_under_way_takes_no_removal_for_damage(open_here: Open, noise: 
         assert (verb, at, report.findings, report.quarantined) == (verb, at, [], [])
 
 
-def test_a_removal_decided_before_the_pin_was_seen_is_no_damage(open_here: Open, backend: MemoryBackend, noise: Noise) -> None:
+def test_a_removal_decided_before_the_pin_was_seen_is_no_damage(
+    open_here: Open, backend: MemoryBackend, noise: Noise
+) -> None:
     """The remover has listed the pins already, and marks and frees while the verification is reading."""
     store = open_here(backend)
     for step in (1, 2):
@@ -210,9 +216,14 @@ def test_a_removal_decided_before_the_pin_was_seen_is_no_damage(open_here: Open,
 
 
 def test_a_saver_under_way_keeps_what_it_builds_upon(open_here: Open, noise: Noise) -> None:
-    """Whatever moment of a save a repack falls into, the snapshot is whole."""
-    state = {"kept": noise(2, 2), "more": noise(5, 2)}
-    for verb, at in [("list", n) for n in range(1, 9)] + [("put", 1), ("put_stream", 1), ("put_if_absent", 1), ("stat", 1)]:
+    """Whatever moment of a save a repack falls into, the snapshot is whole: also frames that it revives."""
+    state = {"big": noise(1, 18), "kept": noise(2, 2), "more": noise(5, 2)}
+    for verb, at in [("list", n) for n in range(1, 9)] + [
+        ("put", 1),
+        ("put_stream", 1),
+        ("put_if_absent", 1),
+        ("stat", 1),
+    ]:
         backend = MemoryBackend()
         other = open_here(backend)
         sparse(other, noise)

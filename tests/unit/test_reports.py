@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckstore.backend.local import LocalBackend
 from ckstore.backend.fs import OsFs
+from ckstore.backend.local import LocalBackend
 from ckstore.errors import CkstoreWarning, CorruptionError
 from ckstore.store import Store
 from ckstore.testing.faults import FaultyFs
@@ -73,7 +73,9 @@ def test_lost_files_of_the_newest_fall_back_to_the_one_before_and_say_so(
         assert np.array_equal(store.restore()["own"], noise(9, 5))
 
 
-def test_bytes_are_durable_before_the_name_and_the_directory_after_it(open_here: Open, place: Path, noise: Noise) -> None:
+def test_bytes_are_durable_before_the_name_and_the_directory_after_it(
+    open_here: Open, place: Path, noise: Noise
+) -> None:
     open_here().save({"w": noise(1, 5)}, step=1)
     fs = FaultyFs(OsFs())
     open_here(LocalBackend(place, fs)).save({"w": noise(2, 5)}, step=2)
@@ -84,7 +86,9 @@ def test_bytes_are_durable_before_the_name_and_the_directory_after_it(open_here:
     fsyncs = [(i, path) for i, (verb, path) in enumerate(calls) if verb == "fsync"]
     assert any(i < pack and path == calls[pack][1] for i, path in fsyncs), "a pack's bytes before its name"
     assert any(pack < i < committed and "packs" in path for i, path in fsyncs), "a pack's name before the record"
-    assert any(i < committed and path == calls[committed][1] for i, path in fsyncs), "the record's bytes before its name"
+    assert any(i < committed and path == calls[committed][1] for i, path in fsyncs), (
+        "the record's bytes before its name"
+    )
     assert any(i > committed and path.endswith("/snapshots") for i, path in fsyncs), "the record's name before success"
 
 

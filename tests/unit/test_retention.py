@@ -162,7 +162,8 @@ def test_an_unknown_rule_is_named_beside_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("15m", 900), ("36h", 129600), ("7d", 604800), ("2w", 1209600), (" 1.5 h ", 5400)]
+    ("text", "seconds"),
+    [("90s", 90), ("15m", 900), ("36h", 129600), ("7d", 604800), ("2w", 1209600), (" 1.5 h ", 5400)],
 )
 def test_lengths_of_time(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds

@@ -62,7 +62,9 @@ def test_who_is_busy(store: Store) -> None:
     assert sorted((one.purpose, one.pid, one.gone) for one in found.pins if one.pid) == [
         ("restore", current_owner().pid, False)
     ]
-    assert [(one.name, one.purpose, one.pid) for one in found.pins if not one.pid] == [("pins/torn", "unreadable", None)]
+    assert [(one.name, one.purpose, one.pid) for one in found.pins if not one.pid] == [
+        ("pins/torn", "unreadable", None)
+    ]
 
 
 def test_it_changes_nothing(store: Store, noise: Noise) -> None:

@@ -169,7 +169,9 @@ def test_an_unreadable_record_is_passed_over_with_a_warning(
         assert open_here().restore() == {"a": 1}
 
 
-def test_a_chunk_is_read_from_another_pack_that_holds_it(store: Store, noise: Noise, place: Path, damage: Damage) -> None:
+def test_a_chunk_is_read_from_another_pack_that_holds_it(
+    store: Store, noise: Noise, place: Path, damage: Damage
+) -> None:
     store.save({"a": noise(1, 5)}, step=1)
     store.save({"a": noise(1, 5)}, step=2, full=True)
     pack, offset = places(store, 2)[3]
@@ -250,7 +252,10 @@ def test_damage_met_half_way_refills_everything_from_the_snapshot_before(two_ste
 
 
 def test_damage_without_a_fallback_says_that_the_target_is_undefined(two_steps: Store) -> None:
-    with pytest.warns(CkstoreWarning), pytest.raises(CorruptionError, match="contents of the target are undefined") as caught:
+    with (
+        pytest.warns(CkstoreWarning),
+        pytest.raises(CorruptionError, match="contents of the target are undefined") as caught,
+    ):
         two_steps.restore(2, into=live())
     assert "needed by b" in str(caught.value)
 
@@ -262,7 +267,10 @@ def test_a_fallback_of_another_shape_says_that_the_target_is_undefined(
     store.save({"a": noise(3, 20), "b": noise(4, 20)}, step=2)
     pack, offset = places(store)[-1]
     damage(place / pack, offset)
-    with pytest.warns(CkstoreWarning), pytest.raises(CorruptionError, match="does not fit the target.*undefined") as caught:
+    with (
+        pytest.warns(CkstoreWarning),
+        pytest.raises(CorruptionError, match=r"does not fit the target.*undefined") as caught,
+    ):
         store.restore(into=live())
     assert isinstance(caught.value.__cause__, MismatchError)
 
@@ -277,7 +285,9 @@ def test_a_storage_that_fails_half_way_says_that_the_target_is_undefined(open_he
 
 
 @pytest.mark.parametrize("ref", [2, "latest"])
-def test_atomic_verifies_everything_before_the_first_byte_changes(two_steps: Store, noise: Noise, ref: str | int) -> None:
+def test_atomic_verifies_everything_before_the_first_byte_changes(
+    two_steps: Store, noise: Noise, ref: str | int
+) -> None:
     target = live(7)
     if ref == 2:
         with pytest.warns(CkstoreWarning), pytest.raises(CorruptionError) as caught:

@@ -12,6 +12,7 @@ import pytest
 
 import ckstore
 from ckstore import layout
+from ckstore.backend.fs import OsFs
 from ckstore.backend.local import LocalBackend
 from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import (
@@ -25,7 +26,6 @@ from ckstore.errors import (
 from ckstore.ids import SaveName
 from ckstore.store import Store
 from ckstore.testing.faults import CountingBackend, Fault, FaultyBackend, FaultyFs
-from ckstore.backend.fs import OsFs
 
 Noise = Callable[..., np.ndarray]
 Open = Callable[..., Store]
@@ -140,7 +140,9 @@ def test_the_largest_step(store: Store) -> None:
     assert store.resolve(2**63 - 1).step == 2**63 - 1
 
 
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(open_here: Open, tmp_path: Path, noise: Noise) -> None:
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(
+    open_here: Open, tmp_path: Path, noise: Noise
+) -> None:
     backend = CountingBackend(LocalBackend(tmp_path / "counted"))
     store = open_here(backend)
     backend.faults.calls.clear()
@@ -198,6 +200,23 @@ def test_a_tag_that_cannot_be_set_does_not_hide_that_the_snapshot_is_saved(open_
     with pytest.raises(BackendError, match=r"snapshot [0-9a-f]{16} is saved, but could not be tagged 'best': down"):
         store.save({"a": 1}, step=1, tags=["best"])
     assert [info.step for info in store.snapshots()] == [1]
+
+
+def test_packs_written_before_the_failure_are_deleted(
+    open_here: Open, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckstore.writer.PACK_BYTES", 8192)
+    inner = MemoryBackend()
+    seen: list[int] = []
+
+    def full() -> None:
+        seen.append(len(inner.list("packs/")))
+        raise NoSpaceError("full")
+
+    with pytest.raises(NoSpaceError):
+        open_here(FaultyBackend(inner, Fault("put_stream", 4, full))).save({"w": noise(1, 20)}, step=1)
+    assert seen == [3]
+    assert inner.list("packs/") == []
 
 
 def test_a_save_aborted_from_outside_fails_loudly(open_here: Open) -> None:
@@ -284,7 +303,9 @@ def test_every_profile_gives_back_the_same(open_here: Open, profile: str) -> Non
     state = {"f": rng.normal(size=5000).astype(np.float32), "z": np.zeros(9000), "i": np.arange(5000)}
     store.save(state, step=1)
     found = store.restore()
-    assert {key: value.tobytes() for key, value in found.items()} == {key: value.tobytes() for key, value in state.items()}
+    assert {key: value.tobytes() for key, value in found.items()} == {
+        key: value.tobytes() for key, value in state.items()
+    }
 
 
 def test_an_unknown_profile_lists_those_there_are(open_here: Open, place: Path) -> None:
@@ -300,14 +321,16 @@ def test_an_impossible_chunk_size_is_refused(open_here: Open, chunk_size: int) -
 
 
 def test_opening_what_is_not_there_makes_nothing(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="there is no store at .*create=True"):
+    with pytest.raises(NotFoundError, match=r"there is no store at .*create=True"):
         ckstore.open(place, cache_dir=tmp_path / "cache")
     assert not place.exists()
 
 
 def test_one_line_saves_and_one_restores(place: Path) -> None:
     info = ckstore.save(place, {"a": [1, 2]}, step=3, tags=["x"])
-    assert ckstore.restore(place) == ckstore.restore(place, "x") == ckstore.restore(f"file://{place}", 3) == {"a": [1, 2]}
+    assert (
+        ckstore.restore(place) == ckstore.restore(place, "x") == ckstore.restore(f"file://{place}", 3) == {"a": [1, 2]}
+    )
     assert ckstore.restore(place, info.id, keys="a/0") == {"a": [1]}
 
 

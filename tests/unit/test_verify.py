@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ckstore import facts, layout
+from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import BackendError, CkstoreWarning, CorruptionError
 from ckstore.known import read_manifest
-from ckstore.backend.memory import MemoryBackend
 from ckstore.store import Store
 from ckstore.testing.faults import Fault, FaultyBackend
 
@@ -102,7 +102,10 @@ def test_a_shallow_check_finds_flipped_bytes_too(filled: Store, place: Path, dam
 
 def objects(store: Store) -> list[str]:
     backend = store._context.backend
-    return [layout.CONFIG, *(name for house in ("packs/", "manifests/", "snapshots/", "tags/") for name in backend.list(house))]
+    return [
+        layout.CONFIG,
+        *(name for house in ("packs/", "manifests/", "snapshots/", "tags/") for name in backend.list(house)),
+    ]
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "append"])
@@ -138,7 +141,9 @@ def test_a_missing_pack_and_a_missing_manifest(filled: Store, open_here: Open, p
     assert len(report.quarantined) == 2
 
 
-def test_damage_of_the_zeros_between_is_found_and_blames_nobody(filled: Store, place: Path, damage: Callable[..., None]) -> None:
+def test_damage_of_the_zeros_between_is_found_and_blames_nobody(
+    filled: Store, place: Path, damage: Callable[..., None]
+) -> None:
     pack, _ = frame(filled, 1, "own")
     data = (place / pack).read_bytes()
     offset = len(data) - 65

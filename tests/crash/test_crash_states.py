@@ -1,0 +1,53 @@
+"""After a crash at any moment of any operation the store is what it promised to be, and works.
+
+Every state that POSIX allows a power cut to leave is enumerated after every prefix of the log of what the operation did
+to the disk: bytes and names since their last fsync present, absent or torn, in all combinations (up to eight pending
+names exhaustively, above that sampled). `tests.crash.oracle` judges each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckstore.testing.crashes import torn
+from tests.crash.conftest import Tell
+from tests.crash.oracle import RULES, Oracle
+from tests.crash.scenarios import PAIRS, SCENARIOS, killed_then
+from tests.crash.world import simulate
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_state_a_power_cut_may_leave(name: str, monkeypatch: pytest.MonkeyPatch, tell: Tell) -> None:
+    oracle = Oracle(SCENARIOS[name](simulate(monkeypatch)))
+    assert list(oracle.violations()) == []
+    tell(f"{name}: {oracle.counts}, {oracle.judged} of them different to a store")
+    assert oracle.counts.states > oracle.counts.sampled
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_kill_in_one_process_then_another_then_a_power_cut(
+    pair: str, monkeypatch: pytest.MonkeyPatch, tell: Tell
+) -> None:
+    """The first process dies before each of its fsyncs in turn: what it made visible nobody has made durable."""
+    runs = states = 0
+    for run in killed_then(simulate(monkeypatch), *PAIRS[pair], verb="fsync"):
+        oracle = Oracle(run)
+        assert list(oracle.violations(start=run.acknowledged)) == []
+        runs += 1
+        states += oracle.counts.states
+    tell(f"{pair}: {runs} kills, {states} crash states after the second process had acknowledged")
+    assert runs > 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["first_save", "second_save", "prune", "drop"])
+def test_every_torn_form_of_every_record(name: str, monkeypatch: pytest.MonkeyPatch, tell: Tell) -> None:
+    """As above, with each way to tear the records that are put for visibility only, and temporaries too."""
+    oracle = Oracle(SCENARIOS[name](simulate(monkeypatch)))
+    assert list(oracle.violations(replace(RULES, tear=torn, together=lambda operation: None))) == []
+    tell(f"{name}: {oracle.counts}, {oracle.judged} of them different to a store")
