@@ -21,7 +21,8 @@ class Retention:
 
     `keep_last` so many of the newest · `keep_every` steps that are multiples of it · `keep_within` seconds (or a
     text such as "36h", "7d") before now · `keep_best` the best by a number in the snapshot's meta, lowest first
-    ("loss") or highest first ("max:accuracy") · `keep_tagged` everything that has a tag.
+    ("loss") or highest first ("max:accuracy"); where it is the only rule and no snapshot of the branch has that number,
+    all stay · `keep_tagged` everything that has a tag.
     """
 
     keep_last: int | None = None
@@ -116,6 +117,9 @@ class _Judge:
         self._newest = whole[-1] if whole else None
         self._last = {facts.save for facts in whole[-(policy.keep_last or 0) :]} if policy.keep_last else set()
         self._best = _best(whole, policy.keep_best) if policy.keep_best else None
+        rules = (policy.keep_last, policy.keep_every, policy.keep_within)
+        # A misspelled number must not cost a whole history.
+        self._cannot_judge = self._best is None and all(rule is None for rule in rules)
 
     def reasons(self, facts: Facts) -> tuple[str, ...]:
         """The rules that want `facts`."""
@@ -135,6 +139,8 @@ class _Judge:
                 reasons.append("recent")
             if facts is self._best:
                 reasons.append(f"best {policy.keep_best}")
+            if self._cannot_judge:
+                reasons.append(f"no snapshot has a number {policy.keep_best}")
         return tuple(reasons)
 
 

@@ -16,7 +16,7 @@ from ckstore import status as statuses
 from ckstore.announce import PATIENCE_SECONDS, pinned
 from ckstore.arguments import chunk_size_of, name_of, patience_of, patterns_of, step_of, tags_of
 from ckstore.backend.base import Backend
-from ckstore.backend.url import open_backend
+from ckstore.backend.url import backend_of
 from ckstore.codec.choose import profile_named
 from ckstore.context import Context
 from ckstore.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
@@ -53,7 +53,7 @@ def open_store(
     `FormatError` when there is something else than a store, or a newer one; `NotFoundError` when there is nothing.
     """
     chosen = profile_named(profile)
-    backend = open_backend(os.fspath(url)) if isinstance(url, str | os.PathLike) else url
+    backend = backend_of(url)
     config = _read_config(backend)
     if config is None:
         if not create:

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import urllib.parse
+from typing import cast
 
 from ckstore.backend.base import Backend
 from ckstore.backend.local import LocalBackend
@@ -37,6 +38,15 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
     if scheme == "memory":
         return _shared_memory(check_label("store in memory", text[found.end() :]))
     raise InvalidInputError(f"no storage is known for {scheme}:// URLs; use {_KNOWN}")
+
+
+def backend_of(store: object) -> Backend:
+    """The backend that `store` names as in `open_backend`, or `store` itself if it is one."""
+    if isinstance(store, str | os.PathLike):
+        return open_backend(store)
+    if all(callable(getattr(store, verb, None)) for verb in ("put", "put_if_absent", "get_into", "list", "sync")):
+        return cast(Backend, store)
+    raise InvalidInputError(f"not the place of a store: {store!r}; use {_KNOWN}, or a backend")
 
 
 def _file_path(url: str) -> str:

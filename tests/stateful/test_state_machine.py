@@ -242,6 +242,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.suspended = Suspended(gate, thread, state, self.step, branch, self.newest_epoch(branch), outcome=outcome)
         thread.start()
         gate.settled.wait()
+        if outcome:
+            self.go_on()  # it ended before it came to that call
         self._adopt()
 
     def _adopt(self) -> None:

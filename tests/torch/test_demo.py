@@ -13,6 +13,7 @@ import pytest
 
 import ckstore
 
+pytestmark = pytest.mark.timeout(600)  # each starts up to a dozen processes that import torch
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "1", "--width", "20", "--batch", "2", "--text", "100000", "--threads", "1"]
 STEPS = ["--steps", "16", "--save-every", "2"]

@@ -250,3 +250,9 @@ def test_a_more_generous_policy_keeps_no_less(snapshots: list[Facts], policy: Re
         keep_best=policy.keep_best, keep_tagged=True,
     )  # fmt: skip
     assert set(plan(snapshots, policy, 100.0).keep) <= set(plan(snapshots, generous, 100.0).keep)
+
+
+def test_a_misspelled_number_costs_no_history() -> None:
+    history = [facts(step, metrics={"loss": 1 / step}) for step in (1, 2, 3)]
+    assert kept_steps(history, keep_best="los") == [1, 2, 3]
+    assert kept_steps(history, keep_best="los", keep_last=1) == [3]

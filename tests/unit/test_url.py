@@ -8,7 +8,7 @@ import pytest
 
 from ckstore.backend.local import LocalBackend
 from ckstore.backend.memory import MemoryBackend
-from ckstore.backend.url import open_backend
+from ckstore.backend.url import backend_of, open_backend
 from ckstore.errors import InvalidInputError
 
 
@@ -70,3 +70,14 @@ def test_anything_else_is_refused(url: str) -> None:
 def test_an_unknown_scheme_says_what_is_known() -> None:
     with pytest.raises(InvalidInputError, match=r"gopher:// URLs; use a path, file:///path or memory://name"):
         open_backend("gopher://x")
+
+
+@pytest.mark.parametrize("store", [None, 5, object(), b"path", ["a"]])
+def test_what_names_no_storage_is_refused(store: object) -> None:
+    with pytest.raises(InvalidInputError, match="not the place of a store"):
+        backend_of(store)
+
+
+def test_a_backend_is_taken_as_it_is() -> None:
+    backend = MemoryBackend()
+    assert backend_of(backend) is backend
