@@ -33,6 +33,7 @@ from ckstore.reserve import set_aside, spending
 from ckstore.retention import Retention
 from ckstore.state.capture import capture
 from ckstore.state.match import RestoreReport
+from ckstore.tags import put_tag, refuse_removed
 from ckstore.verify import Verifier, VerifyReport
 
 DEFAULT_CACHE = Path("~/.cache/ckstore")
@@ -203,13 +204,8 @@ class Store:
         _, info = self._find(ref)
         save = self._save_name(info)
         with pinned(self._context.backend, f"tag {name}", [save]) as marks:
-            self._refuse_removed(save, marks.removed | marks.condemned.keys())
-            record = records.Tag(str(save), self._context.now())
-            self._context.backend.put(layout.tag(name), records.encode(record))
-            # A pin that was given up while we stood still holds nobody back: whoever condemned the snapshot since then
-            # may have looked for tags before this one was there.
-            marks = read_marks(self._context.backend)
-            self._refuse_removed(save, marks.removed | marks.condemned.keys())
+            refuse_removed(save, marks.removed | marks.condemned.keys())
+            put_tag(self._context, name, save)
         return self._find(f"id:{info.id}")[1]
 
     def untag(self, name: str) -> None:
@@ -315,7 +311,7 @@ class Store:
             with pinned(self._context.backend, f"epoch of {branch}", [start] if start else []) as marks:
                 gone = marks.removed | marks.condemned.keys()
                 if start is not None and base is not None:
-                    self._refuse_removed(start, gone)
+                    refuse_removed(start, gone)
                 elif start in gone and start != self._newest(branch):
                     continue
                 number = self._try_epoch(branch, start)
@@ -378,10 +374,3 @@ class Store:
                 f"{ref!r} is the last good snapshot of branch {commit.branch}; force=True (--force) drops it"
             )
         return save
-
-    @staticmethod
-    def _refuse_removed(save: SaveName, gone: Iterable[SaveName]) -> None:
-        if save in gone:
-            raise NotFoundError(f"snapshot {save.nonce} is being removed; choose another")
-
-

@@ -28,6 +28,7 @@ from ckstore.known import Known
 from ckstore.pack import PackWriter
 from ckstore.process import current_owner
 from ckstore.state.capture import Blob, Captured
+from ckstore.tags import put_tag
 
 PACK_BYTES = 64 << 20
 """A pack is closed once it holds this much: what is held in memory until it is durable."""
@@ -160,7 +161,7 @@ def _put_manifest(context: Context, save: SaveName, data: bytes) -> records.Mani
 def _set_tags(context: Context, save: SaveName, tags: Iterable[str]) -> None:
     for label in tags:
         try:
-            context.backend.put(layout.tag(label), records.encode(records.Tag(str(save), context.now())))
+            put_tag(context, label, save)
         except BackendError as error:
             raise BackendError(
                 f"snapshot {save.nonce} is saved, but could not be tagged {label!r}: {error}", retryable=error.retryable

@@ -236,10 +236,8 @@ RULES = (
         ("    renewal = None\n", "    renewal = None\n    marks = read_marks(backend)\n"),
         ("yield read_marks(backend)", "yield marks"))),
     _rule("a tagger looks again, for condemned too", "stopped tagger", _edit(
-        "store:Store.tag",
-        ("marks = read_marks(self._context.backend)\n"
-         "        self._refuse_removed(save, marks.removed | marks.condemned.keys())",
-         "self._refuse_removed(save, read_marks(self._context.backend).removed)")),
+        "tags:put_tag",
+        ("refuse_removed(save, marks.removed | marks.condemned.keys())", "refuse_removed(save, marks.removed)")),
         preemptions=2, budget=1500),
     _rule("a restore whose choice was removed resolves anew", "readers", _edit(
         "restorer:_choices", ("removed = isinstance(failed.get(save), NotFoundError)", "removed = False"))),

@@ -40,6 +40,8 @@ class Truth:
         self.keep_last: int | None = None
         self.may_drop: set[SaveName] = set()
         self.may_force: set[SaveName] = set()
+        self.condemned: set[SaveName] = set()
+        """Whatever anybody ever condemned."""
         self.moved_back: set[str] = set()
         """Branches whose `latest` somebody moved back on purpose: by an epoch, by hand, or for damage."""
         self._latest: dict[str, Order] = {}
@@ -132,6 +134,8 @@ class Truth:
             if save in self.live():
                 self._check_removal(save, self.commits[save], actor)
             self.removed.add(save)
+        elif fact.startswith("condemned-") and present:
+            self.condemned.add(save)
         elif fact.startswith("quarantined") and present:
             self.quarantined.add(save)
             self.moved_back.update(commit.branch for commit in self.commits.values())
