@@ -32,10 +32,10 @@ demo: $(STAMP) ## train a small GPT, kill it inside a save, resume, and compare 
 	@$(BIN)/python -m examples.demo
 
 test: lint ## every test, after lint, types and import layers
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(STAMP) ## the same tests at larger counts, and those that take minutes
-	@$(BIN)/python -m pytest --long
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --long
 
 lint: $(STAMP) ## ruff, mypy (strict) and the import layers
 	@$(BIN)/ruff check .

@@ -48,36 +48,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "open": ("ckstore.store", "open_store"),
-    "save": ("ckstore.oneline", "save"),
-    "restore": ("ckstore.oneline", "restore"),
-    "Store": ("ckstore.store", "Store"),
-    "SnapshotInfo": ("ckstore.info", "SnapshotInfo"),
-    "SnapshotDetail": ("ckstore.diff", "SnapshotDetail"),
-    "DiffReport": ("ckstore.diff", "DiffReport"),
-    "Retention": ("ckstore.retention", "Retention"),
-    "RestoreReport": ("ckstore.state.match", "RestoreReport"),
-    "VerifyReport": ("ckstore.verify", "VerifyReport"),
-    **{
-        name: ("ckstore.errors", name)
-        for name in (
-            "BackendError",
-            "CkstoreError",
-            "CkstoreWarning",
-            "ConflictError",
-            "CorruptionError",
-            "FencedError",
-            "FormatError",
-            "InvalidInputError",
-            "MismatchError",
-            "NoSpaceError",
-            "NotFoundError",
-            "UnsupportedTypeError",
-        )
-    },
-}
-
 __all__ = [
     "BackendError",
     "CkstoreError",
@@ -102,6 +72,20 @@ __all__ = [
     "restore",
     "save",
 ]
+
+_HOMES = {
+    "open": ("ckstore.store", "open_store"),
+    "save": ("ckstore.oneline", "save"),
+    "restore": ("ckstore.oneline", "restore"),
+    "Store": ("ckstore.store", "Store"),
+    "SnapshotInfo": ("ckstore.info", "SnapshotInfo"),
+    "SnapshotDetail": ("ckstore.diff", "SnapshotDetail"),
+    "DiffReport": ("ckstore.diff", "DiffReport"),
+    "Retention": ("ckstore.retention", "Retention"),
+    "RestoreReport": ("ckstore.state.match", "RestoreReport"),
+    "VerifyReport": ("ckstore.verify", "VerifyReport"),
+    **{name: ("ckstore.errors", name) for name in __all__ if name.endswith(("Error", "Warning"))},
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -93,6 +93,13 @@ def _won_after_all(context: Context, save: SaveName, error: BackendError) -> boo
 
 
 def _check_floor(context: Context, save: SaveName) -> None:
-    floor = read_floor(context.backend)
+    try:
+        floor = read_floor(context.backend)
+    except BackendError as error:
+        raise BackendError(
+            f"the outcome of save {save.nonce} is unknown: its record was created, but whether it had been given up "
+            "before cannot be read; `ckstore ls` will show whether it exists",
+            retryable=error.retryable,
+        ) from error
     if is_void(floor, save):
         raise FencedError(f"save {save.nonce} was given up and cleared away while it was being written; save again")

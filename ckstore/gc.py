@@ -80,6 +80,17 @@ def sweep(context: Context, patience: float = PATIENCE_SECONDS, progress: Progre
     return result
 
 
+def give_up(context: Context, patience: float = PATIENCE_SECONDS) -> Sweep:
+    """Abort saves whose writer is gone, and withdraw what it announced, so that it holds no remover back."""
+    result = Sweep()
+    announcers = list_announcers(context.backend)
+    given_up = Patience(context.cache, context.monotonic, patience).exhausted(announcers)
+    result.aborted = _abort_given_up(context, announcers, given_up, set())
+    for name in _withdrawable(announcers, given_up, set(list_saves(context.backend, layout.SNAPSHOTS))):
+        result.freed_objects += context.backend.delete(name)
+    return result
+
+
 def plan_sweep(context: Context) -> Sweep:
     """What `sweep` would free now if it gave up nobody. Changes nothing."""
     garbage = _survey(context, None, [])
@@ -102,13 +113,20 @@ def _survey(context: Context, patience: float | None, aborted: list[SaveName]) -
     _refuse_short_listing(context, decided, _owners([*packs, *manifests]))
     needed = _needed_packs(history)
     live = {save for save, _ in history.commits()}
-    gone = [one.name for one in announcers if one.name in given_up and (one.save is None or one.save in decided)]
+    gone = _withdrawable(announcers, given_up, decided)
     return Garbage(
         packs=tuple(name for name in packs if layout.owning_save(name) in decided and name not in needed),
         objects=(*(n for n in manifests if (owner := layout.owning_save(n)) in decided and owner not in live), *gone),
         decided=decided,
         waiting_for=tuple(sorted(one.purpose for one in announcers if one.save and one.save not in decided)),
     )
+
+
+def _withdrawable(
+    announcers: list[Announcer], given_up: Collection[str], decided: Collection[SaveName]
+) -> list[str]:
+    """Names of the announcements and pins of those given up; a save's only once it is decided."""
+    return [one.name for one in announcers if one.name in given_up and (one.save is None or one.save in decided)]
 
 
 def _abort_given_up(

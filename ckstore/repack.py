@@ -181,6 +181,8 @@ def _copy(
     if wanted is None:
         return None
     history = read_history(context)
+    # A snapshot passed over as removed must not come back after a power cut: its frames will not have moved.
+    context.backend.sync(layout.MARKS)
     now = _sparse(_uses(context, history), sparse)
     wanted |= _moved_by_others(history, save, now)
     chosen = {pack: now[pack] for pack in victims if pack in now and pack not in wanted}

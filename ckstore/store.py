@@ -242,6 +242,7 @@ class Store:
         if dry_run:
             return prune.report_plan(prune.plan_prune(self._context, checked, branch))
         with spending(self._context) as context:
+            gc.give_up(context)
             removal = prune.prune(context, checked, branch)
             return prune.report(removal, gc.sweep(context, progress=progress).freed_bytes)
 
@@ -249,6 +250,7 @@ class Store:
         """Remove one snapshot, even one whose record cannot be read; the last good one of a branch with `force`."""
         save = self._droppable(ref, force)
         with spending(self._context) as context:
+            gc.give_up(context)
             removal = prune.drop(context, [save], force)
             return prune.report(removal, gc.sweep(context, progress=progress).freed_bytes)
 
@@ -266,9 +268,10 @@ class Store:
             planned.freed_bytes += repack.plan_repack(self._context)
             return planned
         with spending(self._context) as context:
+            freed = gc.give_up(context, patience)
             removed = prune.finish_condemned(context).removed
             repack.finish_interrupted(context)
-            freed = gc.sweep(context, patience, progress)
+            freed += gc.sweep(context, patience, progress)
             written = repack.repack(context, progress=progress)
             if written:
                 freed += gc.sweep(context, patience, progress)

@@ -2,10 +2,10 @@
 
     python -m tests.crash.children ROOT CACHE SEED KILLS
 
-It is warm (everything is imported once) and single-threaded, so a worker costs a fork. A *victim* kills itself by SIGKILL
-just before or after its n-th system call on the store, n drawn from the seed; *bystanders* save, prune, gc, verify and restore
-at the same time and are left alone. Whatever a worker was told is written to a pipe before anything else happens.
-After each kill a judge, a fresh process too, checks the store. Lines of JSON on stdout tell all that.
+It is warm (everything is imported once) and single-threaded, so a worker costs a fork. A *victim* kills itself by
+SIGKILL just before or after its n-th system call on the store, n drawn from the seed; *bystanders* save, prune, gc,
+verify and restore at the same time and are left alone. Whatever a worker was told is written to a pipe before anything
+else happens. After each kill a judge, a fresh process too, checks the store. Lines of JSON on stdout tell all that.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import signal
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,7 +34,10 @@ from tests.crash.remains import leftovers
 
 KEEP = 3
 BRANCHES = ("main", "trial")
+ACTS = ("save", "save", "save", "prune", "gc", "tag", "restore", "verify")
+CHANGING = ("save", "prune", "gc", "tag")
 RARE = ("preallocate", "truncate")
+ONLY_SAVES = (*RARE, "link")
 VERBS = (
     "create", "write", "fsync", "close", "mkdir", "rmdir", "rename", "link", "unlink", "open", "open_directory", "read",
     "read_into", "fstat", "stat", "scandir", *RARE,
@@ -144,6 +148,7 @@ class Campaign:
         self._cache = cache
         self._lots = random.Random(seed)
         self._next = seed * 1_000_000
+        self._killed = Counter[str]()
         self._acknowledged: dict[str, dict[str, Any]] = {}
         self._reader, self._pipe = os.pipe()
 
@@ -153,24 +158,32 @@ class Campaign:
             self._await([self._fork("save", None)])
         done = 0
         while done < kills:
-            act = self._lots.choice(["save", "save", "save", "prune", "gc", "tag", "restore", "verify"])
-            victim = self._fork(act, self._draw())
-            others = [self._fork(self._lots.choice(["save", "prune", "gc", "verify", "restore"]), None) for _ in range(2)]
+            kill = self._draw()
+            act = self._lots.choice(ACTS if kill.verb == "" else [act for act in ACTS if act in CHANGING])
+            if kill.verb in ONLY_SAVES:
+                act = "save"
+            if kill.verb in RARE:
+                self._next += 7 - self._next % 8  # a large state comes next
+            victim = self._fork(act, kill)
+            others = [
+                self._fork(self._lots.choice(["save", "prune", "gc", "verify", "restore"]), None) for _ in range(2)
+            ]
             killed = self._await([victim, *others])
             if killed:
                 done += 1
+                self._killed[killed[0]] += 1
                 self._say(kill=killed[0], act=act)
                 self._judge()
         self._judge(end=True)
         self._say(end=True, acknowledged=len(self._acknowledged))
 
     def _draw(self) -> Kill:
-        """Half of the time any call by its ordinal among all, else by its ordinal among those of one kind."""
+        """Half of the time any call by its ordinal among all, else one of the kind that was hit least so far."""
         after = self._lots.random() < 0.5
         if self._lots.random() < 0.5:
             return Kill("", 1 + self._lots.randrange(250), after)
-        verb = self._lots.choice(VERBS)
-        return Kill(verb, 1 + self._lots.randrange(1 if verb in RARE else 8), after)
+        verb = min(VERBS, key=lambda verb: self._killed[verb])
+        return Kill(verb, 1 + self._lots.randrange(1 if verb in RARE else 4), after)
 
     def _fork(self, act: str, kill: Kill | None) -> int:
         self._next += 1
@@ -188,7 +201,7 @@ class Campaign:
         except ConflictError:
             pass  # others were faster too often; said clearly, and nothing was saved
 
-    def _child(self, act: Callable[[], None]) -> None:
+    def _child(self, act: Callable[[], None]) -> NoReturn:
         """Do `act` in this forked process and end it, whatever happens."""
         try:
             act()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,7 +106,9 @@ class Oracle:
     def _stale(self, found: Verdict, promised: Promised) -> Iterator[str]:
         """`latest` must be no older than the newest sound snapshot that was promised."""
         for branch in {self._run.infos[snapshot].branch for snapshot in promised.must}:
-            orders = [info.order for info in found.listed.values() if info.id in promised.must and _is_sound(info, branch)]
+            orders = [
+                info.order for info in found.listed.values() if info.id in promised.must and _is_sound(info, branch)
+            ]
             newest = found.listed.get(found.newest.get(branch, ""))
             if orders and (newest is None or newest.order < max(orders)):
                 yield f"latest of {branch} is {newest.id if newest else 'nothing'}, older than promised"
@@ -141,7 +144,7 @@ class Oracle:
         verdict.listed = {info.id: info for info in listed}
         self._restore_listed(store, verdict, "restore")
         for branch in sorted({info.branch for info in listed}):
-            info = _tried(verdict, "resolve", lambda b=branch: store.resolve(f"branch:{b}"))
+            info = _tried(verdict, "resolve", functools.partial(store.resolve, f"branch:{branch}"))
             if info is not None:
                 verdict.newest[branch] = info.id
         verdict.tags = _tried(verdict, "tags", store.tags) or {}
@@ -152,7 +155,9 @@ class Oracle:
         for snapshot, info in verdict.listed.items():
             if when != "restore" and info.state == "condemned":
                 continue  # gc may have finished what a prune began
-            value = _tried(verdict, f"{when} {self._spelled(snapshot)}", lambda s=snapshot: store.restore(f"id:{s}"))
+            value = _tried(
+                verdict, f"{when} {self._spelled(snapshot)}", functools.partial(store.restore, f"id:{snapshot}")
+            )
             found = fingerprint(value) if value is not None else "nothing"
             if verdict.restored.setdefault(snapshot, found) != found:
                 verdict.faults.append(f"{when}: snapshot {self._spelled(snapshot)} has changed")

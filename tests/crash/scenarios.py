@@ -71,9 +71,9 @@ def same_step_again(host: Host) -> Run:
 
 
 def full_save(host: Host) -> Run:
-    """Several packs and a manifest of its own."""
+    """Two packs and a manifest of its own."""
     run = _stored(host, range(1, 2))
-    with limits(INLINE_BYTES=0):
+    with limits(INLINE_BYTES=0, PACK_BYTES=1000):
         run.save(2, full=True)
     return run
 
@@ -96,7 +96,7 @@ def repack(host: Host) -> Run:
         run.save(1, state={"left": _noise(1, 1000), "gone": _noise(2, 30_000)})
     run.save(2, state={"left": _noise(1, 1000), "new": _noise(3, 3000)})
     run.save(3, state={"left": _noise(1, 1000), "new": _noise(4, 3000)})
-    run.drop(list(run.infos)[0])
+    run.drop(run.nth(0))
     run = run.settled()
     run.gc()
     assert "relocated-" in "".join(run.fs.tree())
@@ -109,7 +109,7 @@ def _noise(seed: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def prune(host: Host) -> Run:
     run = _stored(host, range(1, 5))
-    run.tag("kept", next(iter(run.infos)))
+    run.tag("kept", run.nth(0))
     run = run.settled()
     run.prune(keep_last=2)
     return run
@@ -117,7 +117,7 @@ def prune(host: Host) -> Run:
 
 def drop(host: Host) -> Run:
     run = _stored(host, range(1, 4))
-    run.drop(list(run.infos)[1])
+    run.drop(run.nth(1))
     return run
 
 
@@ -142,22 +142,22 @@ def floor(host: Host) -> Run:
 
 def tag(host: Host) -> Run:
     run = _stored(host, range(1, 3))
-    run.tag("best", list(run.infos)[0])
+    run.tag("best", run.nth(0))
     return run
 
 
 def tag_moved(host: Host) -> Run:
     run = _stored(host, range(1, 3))
-    run.tag("best", list(run.infos)[0])
+    run.tag("best", run.nth(0))
     run = run.settled()
-    run.tag("best", list(run.infos)[1])
+    run.tag("best", run.nth(1))
     return run
 
 
 def untag(host: Host) -> Run:
     run = _stored(host, range(1, 3))
-    run.tag("best", list(run.infos)[0])
-    run.tag("other", list(run.infos)[0])
+    run.tag("best", run.nth(0))
+    run.tag("other", run.nth(0))
     run = run.settled()
     run.untag("best")
     return run
@@ -174,22 +174,22 @@ def next_epoch(host: Host) -> Run:
     run = _stored(host, range(1, 4))
     run.open_epoch()
     run = run.settled()
-    run.open_epoch(base=list(run.infos)[1])
+    run.open_epoch(base=run.nth(1))
     run.save(3, state=state_of(3, salt=1))
     return run
 
 
 def quarantine(host: Host) -> Run:
     run = _stored(host, range(1, 3))
-    run.quarantine(list(run.infos)[1])
+    run.quarantine(run.nth(1))
     return run
 
 
 def clear(host: Host) -> Run:
     run = _stored(host, range(1, 3))
-    run.quarantine(list(run.infos)[1])
+    run.quarantine(run.nth(1))
     run = run.settled()
-    run.clear(list(run.infos)[1])
+    run.clear(run.nth(1))
     return run
 
 
@@ -205,7 +205,7 @@ def prune_beside_unsynced_commit(host: Host) -> Run:
 def untag_beside_unsynced_tag(host: Host) -> Run:
     """A tag was made visible by a process that was stopped before it was durable; another forgets it."""
     run = _stored(host, range(1, 3))
-    _killed_when(run, "/tags", lambda: run.tag("best", list(run.infos)[0]), verb="fsync")
+    _killed_when(run, "/tags", lambda: run.tag("best", run.nth(0)), verb="fsync")
     run.untag("best")
     return run
 
@@ -282,9 +282,9 @@ def _killed_when(
     run.end_process()
 
 
-def killed_then(host: Host, first: Operation, then: Operation, verb: str) -> Iterator[Run]:
-    """`first`, killed just before each call of `verb` in turn, and then `then` by another process."""
-    for at in itertools.count(1):
+def killed_then(host: Host, first: Operation, then: Operation, *, verb: str, step: int) -> Iterator[Run]:
+    """`first`, killed just before each `step`-th call of `verb` in turn, and then `then` by another process."""
+    for at in itertools.count(1, step):
         run = Run(host) if first is init_store else _stored(host, range(1, 2))
         fs = MortalFs(run.fs, at, verb=verb)
         if first is not init_store:
@@ -341,9 +341,10 @@ PAIRS: dict[str, tuple[Operation, Operation]] = {
 SCENARIOS: dict[str, Scenario] = {
     act.__name__: act
     for act in (
-        init, first_save, second_save, tenth_save, same_step_again, full_save, failed_save, repack, prune, drop, gc_after_kill,
-        floor, tag, tag_moved, untag, open_epoch, next_epoch, quarantine, clear, prune_beside_unsynced_commit,
-        untag_beside_unsynced_tag, save_beside_unsynced_top, save_beside_unsynced_root, save_beside_unsynced_houses,
+        init, first_save, second_save, tenth_save, same_step_again, full_save, failed_save, repack, prune, drop,
+        gc_after_kill, floor, tag, tag_moved, untag, open_epoch, next_epoch, quarantine, clear,
+        prune_beside_unsynced_commit, untag_beside_unsynced_tag, save_beside_unsynced_top,
+        save_beside_unsynced_root, save_beside_unsynced_houses,
         gc_beside_unsynced_removal, gc_beside_late_writer,
     )
 }  # fmt: skip

@@ -30,17 +30,21 @@ def test_every_state_a_power_cut_may_leave(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_kill_in_one_process_then_another_then_a_power_cut(
-    pair: str, monkeypatch: pytest.MonkeyPatch, tell: Tell
+    pair: str, monkeypatch: pytest.MonkeyPatch, tell: Tell, long_run: bool
 ) -> None:
-    """The first process dies before each of its fsyncs in turn: what it made visible nobody has made durable."""
+    """The first process dies before each of its fsyncs in turn: what it made visible nobody has made durable.
+
+    Before every second one in the short run.
+    """
     runs = states = 0
-    for run in killed_then(simulate(monkeypatch), *PAIRS[pair], verb="fsync"):
+    step = 1 if long_run else 2
+    for run in killed_then(simulate(monkeypatch), *PAIRS[pair], verb="fsync", step=step):
         oracle = Oracle(run)
         assert list(oracle.violations(start=run.acknowledged)) == []
         runs += 1
         states += oracle.counts.states
     tell(f"{pair}: {runs} kills, {states} crash states after the second process had acknowledged")
-    assert runs > 3
+    assert runs >= 3
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import pytest
 from tests.crash.children import VERBS
 from tests.crash.conftest import Tell
 
+
 def run_campaign(folder: Path, seed: int, kills: int) -> Counter[str]:
     """Kill so often; how often at which system call. Whatever a worker or judge complained of fails the test."""
     command = [sys.executable, "-m", "tests.crash.children", str(folder / "store"), str(folder / "cache"), str(seed)]

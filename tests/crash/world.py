@@ -146,7 +146,9 @@ class MortalFs(FsWrapper):
         self._paths: dict[int, str] = {}
 
     def _call(self, verb: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-        paths = [self._paths.get(arg, "") if isinstance(arg, int) else arg for arg in args if isinstance(arg, int | str)]
+        paths = [
+            self._paths.get(arg, "") if isinstance(arg, int) else arg for arg in args if isinstance(arg, int | str)
+        ]
         if self._verb in ("", verb) and any(self._where in path for path in paths):
             self._left -= 1
             if self._left == 0 and self._after:
@@ -164,7 +166,8 @@ class MortalFs(FsWrapper):
 class Promised:
     """What had been acknowledged: snapshots that must be there, and facts that must stand.
 
-    Any of `replaced` may be missing, but only if all of `instead` are there. `tags` maps a name to a snapshot, to "" when it must be free; a name that is being changed is not in it.
+    Any of `replaced` may be missing, but only if all of `instead` are there.
+    `tags` maps a name to a snapshot, to "" when it must be free; a name that is being changed is not in it.
     """
 
     store: str = ""
@@ -208,6 +211,10 @@ class Run:
     def promised(self, prefix: int) -> Promised:
         """What had been acknowledged when the log was `prefix` long."""
         return next(promised for length, promised in reversed(self._promised) if length <= prefix)
+
+    def nth(self, number: int) -> str:
+        """The id of a snapshot, by the order in which they were acknowledged."""
+        return list(self.infos)[number]
 
     @property
     def acknowledged(self) -> int:
@@ -315,15 +322,11 @@ def _without(found: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 
 
 def simulate(patch: pytest.MonkeyPatch) -> Host:
-    """A host whose processes have one thread each, so that a log is the same at every run, and small limits.
-
-    At these a state of a few chunks has all parts: several packs, and the reserve is small.
-    """
+    """A host whose processes have one thread each, so that a log is the same at every run, and a small reserve."""
     patch.setattr(announce, "Renewal", _NoRenewal)
     patch.setattr(writer, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
     patch.setattr(reserve, "RESERVE_BYTES", RESERVE)
-    patch.setattr(writer, "PACK_BYTES", 2 * CHUNK)
     return Host(patch)
 
 

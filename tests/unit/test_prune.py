@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import ckstore
 from ckstore import announce, facts, layout
 from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import BackendError, CkstoreError, InvalidInputError, NotFoundError
@@ -226,7 +229,8 @@ def test_what_became_wanted_after_it_was_condemned_is_let_go(open_here: Open, no
     inner = MemoryBackend()
     other = open_here(inner)
     fill(other, noise, 1, 2)
-    store = open_here(FaultyBackend(inner, Fault("list", 1, lambda: other.quarantine(2, "x"), where="pins/")))
+    # The first listing of pins gives up the dead, the second comes after the prune condemned.
+    store = open_here(FaultyBackend(inner, Fault("list", 2, lambda: other.quarantine(2, "x"), where="pins/")))
     report = store.prune({"keep_last": 1})
     assert report.removed == ()
     assert other.resolve().step == 1
@@ -346,3 +350,22 @@ def test_a_failing_storage_in_the_middle_loses_nothing(open_here: Open, noise: N
         if not backend.faults.fired:
             break
     assert at > 1
+
+
+def test_a_save_whose_process_is_gone_holds_no_prune_back(tmp_path: Path) -> None:
+    place, cache = tmp_path / "store", tmp_path / "cache"
+    with ckstore.open(place, create=True, cache_dir=cache, chunk_size=4096) as store:
+        store.save({"x": 1}, step=1)
+    child = (
+        "import os, sys, ckstore\n"
+        "import ckstore.writer as writer\n"
+        "writer.commit = lambda *_: os._exit(9)\n"
+        f"ckstore.open({str(place)!r}, cache_dir={str(cache)!r}).save({{'x': 2}}, step=2)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", child], check=False).returncode == 9
+    with ckstore.open(place, cache_dir=cache) as store:
+        assert len(store.status().undecided) == 1
+        store.save({"x": 3}, step=3)
+        report = store.prune({"keep_last": 1})
+        assert (len(report.removed), report.spared) == (1, {})
+        assert store.status().undecided == []

@@ -440,7 +440,7 @@ CYCLE.append({"self": CYCLE})
         (np.zeros(2, [("a", "i4")]).view(np.recarray), "numpy.rec.recarray"),
         (np.random.default_rng(0), "numpy.random._generator.Generator"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_other_kinds_are_refused_by_path_and_type(value: object, kind: str) -> None:
     with pytest.raises(UnsupportedTypeError) as caught:
