@@ -7,9 +7,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TYPED := ckstore ckstore_torch examples
+TYPED := ckstore ckstore_torch examples bench
 
-.PHONY: help setup demo test test-long lint
+.PHONY: help setup demo test test-long bench lint
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,6 +36,9 @@ test: lint ## every test, after lint, types and import layers
 
 test-long: $(STAMP) ## the same tests at larger counts, and those that take minutes
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --long
+
+bench: $(STAMP) ## save and restore against torch and the machine's limits
+	@$(BIN)/python -m bench.save_restore --folder . --json bench/results/save_restore.json
 
 lint: $(STAMP) ## ruff, mypy (strict) and the import layers
 	@$(BIN)/ruff check .

@@ -8,6 +8,7 @@ other packs now. Each arrow is an order that safety rests on; tests switch them 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announc
 from ckstore.commit import abort
 from ckstore.context import Context
 from ckstore.errors import BackendError, CorruptionError, NotFoundError
-from ckstore.history import History, list_saves, read_history, read_optional
+from ckstore.format import records
+from ckstore.history import History, Marks, list_saves, read_history, read_marks, read_optional
 from ckstore.ids import SaveName
 from ckstore.progress import Progress, silent
 
@@ -144,10 +146,17 @@ def _abort_given_up(
 
 
 def _needed_packs(history: History) -> set[str]:
-    """The closures of all live snapshots. A record that cannot be read may need anything: nothing is freed then."""
+    """The closures of all live snapshots, and the packs that their packs move to.
+
+    A record that cannot be read may need anything: nothing is freed then.
+    """
     needed = {pack.name for _, commit in history.commits() for pack in commit.packs}
-    for _, relocation in sorted(history.relocations()):
-        needed |= {moved.new for moved in relocation.moved if moved.old in needed}
+    # A listing that ran while a repack finished may have missed its new mark and its withdrawn one; a later one cannot.
+    later = functools.cache(lambda: read_marks(history.context.backend))
+    for save, relocation in sorted(history.relocations()):
+        for moved in relocation.moved:
+            if moved.old in needed and (_has_effect(history.marks, save, moved) or _has_effect(later(), save, moved)):
+                needed.add(moved.new)
     needed -= history.marks.relocated
     unreadable = sorted(save for save in history.damaged if save not in history.marks.removed)
     if unreadable:
@@ -157,6 +166,11 @@ def _needed_packs(history: History) -> set[str]:
             name=layout.snapshot(unreadable[0]),
         ) from history.damaged[unreadable[0]]
     return needed
+
+
+def _has_effect(marks: Marks, save: SaveName, moved: records.Moved) -> bool:
+    """Whether anybody may look for frames where the repack `save` put them: not if its marks went with its host."""
+    return moved.old in marks.relocated or save.nonce in marks.relocating.get(moved.old, ())
 
 
 def _refuse_short_listing(context: Context, decided: Collection[SaveName], owners: set[SaveName]) -> None:

@@ -52,6 +52,7 @@ def prune(context: Context, policy: Retention, branch: str | None = None) -> Rem
         # One spared only for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
         if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) == TAGGED:
             context.backend.delete(own[save])
+    _settle(context, own, result)
     return result
 
 
@@ -71,6 +72,7 @@ def drop(context: Context, saves: Collection[SaveName], force: bool = False) -> 
             result.spared[save] = LAST
         if save in last or _remove_unless_named(context, save, announcers, tags, result):
             context.backend.delete(own[save])
+    _settle(context, own, result)
     return result
 
 
@@ -94,6 +96,7 @@ def finish_condemned(context: Context) -> Removal:
             result.spared[save] = LAST
         if save in last or save not in history.saves or _remove_unless_named(context, save, announcers, tags, result):
             context.backend.delete(own[save])
+    _settle(context, own, result)
     return result
 
 
@@ -103,6 +106,12 @@ def _make_durable(context: Context) -> None:
     After the listing, not before it: one that became visible in between would be relied on and could still be lost.
     """
     context.backend.sync(layout.SNAPSHOTS)
+
+
+def _settle(context: Context, own: Mapping[SaveName, str], result: Removal) -> None:
+    """Make the withdrawal of own marks durable: one that a power cut brought back would have gc finish a removal."""
+    if len(result.removed) < len(own):
+        context.backend.sync(layout.MARKS)
 
 
 def condemn(context: Context, saves: Iterable[SaveName]) -> dict[SaveName, str]:

@@ -16,10 +16,7 @@ def leftovers(names: Iterable[str], store: Store) -> list[str]:
     history = read_history(context)
     live = dict(history.commits())
     moves = Relocations(context, read_marks(context.backend).relocated)
-    written = {pack.name for commit in live.values() for pack in commit.packs}
     needed = {pack.name for commit in live.values() for pack in moves.packs(commit.packs)}
-    # A repack that died after its commit may yet be finished, as long as what it moved is in use.
-    needed |= {moved.new for _, move in history.relocations() for moved in move.moved if moved.old in written}
     needed |= {layout.manifest(save, entry.rank) for save, commit in live.items() for entry in commit.manifests}
     found = []
     for name in names:

@@ -16,7 +16,7 @@ _BEFORE = "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(3, 2))\nsta
 
 
 def test_the_first_example_is_the_file_that_it_names() -> None:
-    assert MINIMAL == (ROOT / "examples" / "minimal.py").read_text()
+    assert (ROOT / "examples" / "minimal.py").read_text() == MINIMAL
 
 
 def test_the_second_example_runs(tmp_path: Path) -> None:
