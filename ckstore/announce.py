@@ -35,8 +35,11 @@ class Renewal:
     def __init__(self, publish: Callable[[int], None]) -> None:
         self._publish = publish
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ckstore-renewal", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="ckstore-renewal", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None  # no thread to be had: a counter that stands still is given up late, and loudly
 
     def _run(self) -> None:
         counter = 0
@@ -48,7 +51,8 @@ class Renewal:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
 
 @dataclass(frozen=True, slots=True)

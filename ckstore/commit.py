@@ -12,7 +12,7 @@ from ckstore import layout
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, FencedError
 from ckstore.format import records
-from ckstore.history import is_void, read_decision, read_epochs, read_floor
+from ckstore.history import is_void, newest_epoch, read_decision, read_floor, read_optional
 from ckstore.ids import SaveName
 from ckstore.process import current_owner
 
@@ -25,6 +25,7 @@ def commit(context: Context, record: records.Commit | records.Relocation) -> Non
     """
     save = SaveName.parse(record.save)
     try:
+        check_same_store(context)
         _create(context, save, record)
     except CkstoreError:
         with suppress(CkstoreError):
@@ -70,9 +71,20 @@ def _delete_written(context: Context, save: SaveName) -> None:
             context.backend.delete(name)
 
 
+def check_same_store(context: Context) -> None:
+    """`FencedError` if another store stands in the place of the one that was opened: somebody removed that."""
+    data = read_optional(context.backend, layout.CONFIG)
+    if data is None or records.decode(data, records.Config, layout.CONFIG).store != context.config.store:
+        raise FencedError(
+            f"the store that was opened at {context.backend.url} is no longer there: it was removed"
+            + (" and another one was made" if data is not None else "")
+            + "; nothing was saved"
+        )
+
+
 def check_epoch(context: Context, branch: str, epoch: int) -> None:
     """`FencedError` if a newer run has taken over `branch`."""
-    newest = max(read_epochs(context.backend, branch).get(branch, {}), default=0)
+    newest = newest_epoch(context.backend, branch)
     if newest > epoch:
         raise FencedError(
             f"a newer run took over branch {branch} (epoch {newest}; this one is {epoch}): "

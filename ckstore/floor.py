@@ -16,32 +16,59 @@ from contextlib import suppress
 from ckstore import layout
 from ckstore.announce import list_announcers
 from ckstore.context import Context
-from ckstore.errors import CkstoreError
+from ckstore.errors import CkstoreError, CorruptionError, FormatError, NoSpaceError
 from ckstore.format import records
 from ckstore.history import History, list_saves, read_floor, read_history, read_optional
 from ckstore.ids import SaveName, new_nonce
+from ckstore.relocation import reachable_packs
 
 WORTH_IT = 64
 """Void records that make it worth raising the floor."""
 
 
 def proposed_sequences(context: Context) -> list[int]:
-    """The sequences of all floors proposed and not withdrawn."""
-    return [sequence for _, sequence in _proposals(context)]
+    """The sequences of all floors proposed and not withdrawn. `CorruptionError` if one of them cannot be read."""
+    found, unreadable = _read_proposals(context)
+    for name, error in unreadable.items():
+        hint = "no save begins beside a proposed floor that cannot be read; `ckstore gc` clears it away"
+        raise CorruptionError(f"{hint} ({error})", name=name) from error
+    return [sequence for _, sequence in found]
+
+
+def clear_unreadable(context: Context) -> None:
+    """Delete proposals that cannot be read. If the author of one is alive, what it voids too much fails loudly."""
+    for name in _read_proposals(context)[1]:
+        context.backend.delete(name)
 
 
 def _proposals(context: Context) -> list[tuple[str, int]]:
-    found = []
+    return _read_proposals(context)[0]
+
+
+def _read_proposals(context: Context) -> tuple[list[tuple[str, int]], dict[str, CkstoreError]]:
+    """The names and sequences of proposals; and those that cannot be read."""
+    found, unreadable = [], dict[str, CkstoreError]()
     for name in context.backend.list(layout.PROPOSED_FLOORS):
-        data = read_optional(context.backend, name)
-        if data is not None:
-            found.append((name, records.decode(data, records.Floor, name).sequence))
-    return found
+        try:
+            data = read_optional(context.backend, name)
+            if data is not None:
+                found.append((name, records.decode(data, records.Floor, name).sequence))
+        except (CorruptionError, FormatError) as error:
+            unreadable[name] = error
+    return found, unreadable
 
 
 def raise_floor(context: Context, least: int = WORTH_IT) -> int:
-    """Clear away void records if there are at least `least`; how many went."""
-    if len(_spent(read_history(context))) < least:
+    """Clear away void records if there are at least `least`; how many went. A full disk puts it off."""
+    try:
+        return _raise(context, least)
+    except NoSpaceError:
+        return 0
+
+
+def _raise(context: Context, least: int) -> int:
+    history = read_history(context)
+    if len(history.saves) < least or len(_spent(history)) < least:
         return 0
     before = read_floor(context.backend)
     newest = max((save.sequence for save in list_saves(context.backend, layout.SNAPSHOTS)), default=0)
@@ -54,6 +81,8 @@ def raise_floor(context: Context, least: int = WORTH_IT) -> int:
         sequence = min([newest, *(save.sequence for save in undecided)])
         history = read_history(context)
         spent = {save for save in _spent(history) if save.sequence < sequence}
+        if any(save not in history.marks.removed for save in history.damaged):
+            return 0  # what cannot be read may need anything
         live = [save for save in history.saves if save.sequence < sequence and save not in spent]
         floor = records.Floor(before.number + 1, sequence, sorted(map(str, live)))
         if sequence <= before.sequence or not context.backend.put_if_absent(
@@ -67,12 +96,15 @@ def raise_floor(context: Context, least: int = WORTH_IT) -> int:
 
 
 def _spent(history: History) -> list[SaveName]:
-    """Decided saves that nothing needs and nothing ever will: aborted, removed, or a repack whose packs are gone."""
-    found, holding = [], set(list_saves(history.context.backend, layout.PACKS))
+    """Decided saves that nothing needs and nothing ever will: aborted, removed, or a repack that leads nowhere.
+
+    A repack of what a repack wrote leaves the first one without packs, but on the way from a manifest to its frames.
+    """
+    found, reached = [], reachable_packs(history)
     for save in history.saves:
         decision = history.decision(save)
-        spent_move = isinstance(decision, records.Relocation) and save not in holding
-        if save in history.marks.removed or isinstance(decision, records.Abort) or spent_move:
+        leads_nowhere = isinstance(decision, records.Relocation) and not any(m.old in reached for m in decision.moved)
+        if save in history.marks.removed or isinstance(decision, records.Abort) or leads_nowhere:
             found.append(save)
     return found
 

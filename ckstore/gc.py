@@ -53,6 +53,7 @@ class Garbage:
     packs: tuple[str, ...]
     objects: tuple[str, ...]
     decided: frozenset[SaveName]
+    removed: frozenset[SaveName]
     waiting_for: tuple[str, ...]
 
 
@@ -79,6 +80,8 @@ def sweep(context: Context, patience: float = PATIENCE_SECONDS, progress: Progre
     result.freed_bytes += context.backend.sweep_temporaries({str(save) for save in garbage.decided})
     result.waiting_for = list(garbage.waiting_for)
     context.index.forget(garbage.packs)
+    for save in garbage.removed:
+        context.decisions.pop(save, None)
     return result
 
 
@@ -120,6 +123,7 @@ def _survey(context: Context, patience: float | None, aborted: list[SaveName]) -
         packs=tuple(name for name in packs if layout.owning_save(name) in decided and name not in needed),
         objects=(*(n for n in manifests if (owner := layout.owning_save(n)) in decided and owner not in live), *gone),
         decided=decided,
+        removed=history.marks.removed,
         waiting_for=tuple(sorted(one.purpose for one in announcers if one.save and one.save not in decided)),
     )
 

@@ -7,6 +7,7 @@ its packs.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 from ckstore import layout
 from ckstore.backend.base import Backend
 from ckstore.context import Context
-from ckstore.errors import CorruptionError, FormatError, NotFoundError
+from ckstore.errors import CkstoreWarning, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
 from ckstore.ids import SaveName
 
 Order = tuple[int, int, str]
 """Epoch, sequence, nonce: what is newer on a branch. Never a clock, never a file time."""
+Unreadable = CorruptionError | FormatError
+"""What is wrong with a record that is there and cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +119,9 @@ class History:
     marks: Marks
     saves: tuple[SaveName, ...]
     """Every decided save that is not void, newest first."""
-    damaged: dict[SaveName, CorruptionError | FormatError] = field(default_factory=dict)
+    damaged: dict[SaveName, Unreadable] = field(default_factory=dict)
     """Decisions met so far that cannot be read."""
-    _ceilings: dict[tuple[str, int], Order | None] = field(default_factory=dict)
-    _epochs: dict[str, dict[int, Order]] = field(default_factory=dict)
+    _epochs: dict[str, Epochs] = field(default_factory=dict)
 
     def decision(self, save: SaveName) -> records.Decision | None:
         """What was decided, or None where the record is damaged (then `damaged` tells)."""
@@ -151,17 +153,21 @@ class History:
 
     def is_fenced(self, commit: records.Commit) -> bool:
         """Whether a newer run of the branch took over from an earlier snapshot than this one."""
-        ceiling = self._ceiling(commit.branch, commit.epoch)
+        ceiling = self.epochs(commit.branch).ceiling(commit.epoch)
         return ceiling is not None and order_of(commit) > ceiling
 
     def candidates(self, branch: str) -> Iterator[tuple[SaveName, records.Commit]]:
         """What `latest` may mean on `branch`, best first.
 
         Newest sequence first is newest order first among the records that are not fenced: an epoch starts above the
-        sequence of its base. Condemned ones come last: whoever condemned them may have died, and reading is safe.
+        sequence of its base. Where an epoch cannot be read, what it fenced may be among them, and orders are compared.
+        Condemned ones come last: whoever condemned them may have died, and reading is safe.
         """
         later = []
-        for save, commit in self.commits(branch):
+        found = self.commits(branch)
+        if self.epochs(branch).unreadable:
+            found = iter(sorted(found, key=lambda one: order_of(one[1]), reverse=True))
+        for save, commit in found:
             if save in self.marks.quarantined or self.is_fenced(commit):
                 continue
             if save in self.marks.condemned:
@@ -174,34 +180,105 @@ class History:
         """Branches that hold a live snapshot, in order of name."""
         return sorted({commit.branch for _, commit in self.commits()})
 
-    def newest_epoch(self, branch: str) -> int:
-        """The newest opened epoch of `branch`; 0 where none was opened."""
-        return max(self._opened(branch), default=0)
+    def left_behind(self, branch: str, number: int) -> SaveName | None:
+        """The newest good snapshot of older epochs that epoch `number` alone fences; None where it fences none."""
+        opened = self.epochs(branch)
+        before = Epochs({epoch: base for epoch, base in opened.bases.items() if epoch < number})
+        best: tuple[Order, SaveName] | None = None
+        for save, commit in self.commits(branch):
+            order = order_of(commit)
+            unsafe = save in self.marks.quarantined or save in self.marks.condemned
+            if unsafe or commit.epoch >= number or order <= opened.bases.get(number, order):
+                continue
+            ceiling = before.ceiling(commit.epoch)
+            if (ceiling is None or order <= ceiling) and (best is None or order > best[0]):
+                best = order, save
+        return best[1] if best else None
 
-    def _ceiling(self, branch: str, epoch: int) -> Order | None:
-        """The lowest base of all epochs newer than `epoch`; None where there is no newer one."""
-        key = (branch, epoch)
-        if key not in self._ceilings:
-            newer = [base for number, base in self._opened(branch).items() if number > epoch]
-            self._ceilings[key] = min(newer, default=None)
-        return self._ceilings[key]
+    def refuse_unreadable_epochs(self, branch: str | None = None) -> None:
+        """`CorruptionError` if what `latest` means on the branch, or on any, hangs on an epoch that cannot be read."""
+        for one in self.branches() if branch is None else [branch]:
+            self.epochs(one).refuse_unreadable(one)
 
-    def _opened(self, branch: str) -> dict[int, Order]:
+    def epochs(self, branch: str) -> Epochs:
+        """The epochs of `branch`, read once; with a warning for those that cannot be read."""
         if branch not in self._epochs:
-            self._epochs[branch] = read_epochs(self.context.backend, branch).get(branch, {})
+            found = self._epochs[branch] = read_epochs(self.context.backend, branch).get(branch, Epochs())
+            for number, error in sorted(found.unreadable.items()):
+                hint = f"; {SUPERSEDE}" if number == found.newest else ""
+                warn(f"epoch {number} of branch {branch} cannot be read and is passed over: {error}{hint}")
         return self._epochs[branch]
 
 
-def read_epochs(backend: Backend, branch: str | None = None) -> dict[str, dict[int, Order]]:
-    """Branch → epoch number → the order of the snapshot that the epoch goes on from."""
-    opened: dict[str, dict[int, Order]] = defaultdict(dict)
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """The epochs opened on one branch: by number the order of what each goes on from, and those that are damaged."""
+
+    bases: dict[int, Order] = field(default_factory=dict)
+    unreadable: dict[int, Unreadable] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int:
+        """The highest number that is taken; 0 where none was opened."""
+        return max([*self.bases, *self.unreadable], default=0)
+
+    def refuse_unreadable(self, branch: str) -> None:
+        """`CorruptionError` if the newest of them, which are those of `branch`, cannot be read."""
+        if self.newest in self.unreadable:
+            raise CorruptionError(
+                f"branch {branch} can be read, but not written or pruned: {self.unreadable[self.newest]}; {SUPERSEDE}",
+                name=layout.epoch(branch, self.newest),
+            )
+
+    def ceiling(self, epoch: int) -> Order | None:
+        """The highest order of that epoch that is not fenced; None where nothing fences it.
+
+        From the newest epoch down: what it goes on from fences everything above, and the epochs between the two are
+        left behind with all they said. So an epoch may go on from what an earlier one had fenced.
+        """
+        lowest: Order | None = None
+        for number in sorted(self.bases, reverse=True):
+            if number <= epoch:
+                break
+            if lowest is None or number <= lowest[0]:
+                lowest = self.bases[number] if lowest is None else min(lowest, self.bases[number])
+        return lowest
+
+
+SUPERSEDE = "opening a new epoch supersedes it: resume the run, or call Store.open_epoch"
+
+
+def read_epochs(backend: Backend, branch: str | None = None) -> dict[str, Epochs]:
+    """Branch → its epochs. Foreign names are passed over."""
+    opened: dict[str, Epochs] = defaultdict(Epochs)
+    for name, (owner, number) in _epoch_names(backend, branch).items():
+        try:
+            opened[owner].bases[number] = _read_base(backend, name)
+        except (CorruptionError, FormatError) as error:
+            opened[owner].unreadable[number] = error
+    return dict(opened)
+
+
+def newest_epoch(backend: Backend, branch: str) -> int:
+    """The highest number that an epoch of `branch` has, readable or not; 0 where none was opened."""
+    return max([number for _, number in _epoch_names(backend, branch).values()], default=0)
+
+
+def _epoch_names(backend: Backend, branch: str | None) -> dict[str, tuple[str, int]]:
+    found = {}
     for name in backend.list(layout.EPOCHS if branch is None else f"{layout.EPOCHS}{branch}/"):
-        record = records.decode(backend.get(name, limit=records.MAX_RECORD), records.Epoch, name)
-        if layout.epoch(record.branch, record.number) != name:
-            raise FormatError(f"{name} holds the record of epoch {record.number} of {record.branch!r}")
-        base = SaveName.parse(record.base) if record.base else None
-        opened[record.branch][record.number] = (record.base_epoch, base.sequence, base.nonce) if base else (-1, 0, "")
-    return opened
+        owner, _, digits = name[len(layout.EPOCHS) :].partition("/")
+        if digits.isdecimal() and len(digits) < 19 and layout.epoch(owner, int(digits)) == name:
+            found[name] = (owner, int(digits))
+    return found
+
+
+def _read_base(backend: Backend, name: str) -> Order:
+    record = records.decode(backend.get(name, limit=records.MAX_RECORD), records.Epoch, name)
+    if layout.epoch(record.branch, record.number) != name:
+        raise FormatError(f"{name} holds the record of epoch {record.number} of {record.branch!r}")
+    base = SaveName.parse(record.base) if record.base else None
+    return (record.base_epoch, base.sequence, base.nonce) if base else (-1, 0, "")
 
 
 def read_history(context: Context) -> History:
@@ -256,11 +333,46 @@ def read_floor(backend: Backend) -> records.Floor:
     return records.Floor(number=0, sequence=0, live=[])
 
 
-def read_tags(backend: Backend) -> dict[str, SaveName]:
-    """Every tag and the snapshot it names."""
-    tags = {}
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Every tag and the snapshot it names; and the tags that cannot be read, which may name any snapshot."""
+
+    named: dict[str, SaveName]
+    unreadable: dict[str, Unreadable]
+
+    def of(self, save: SaveName) -> tuple[str, ...]:
+        """The tags that `save` is known to have, in order."""
+        return tuple(sorted(label for label, named in self.named.items() if named == save))
+
+
+def read_tags(backend: Backend) -> Tags:
+    """Every tag, with a warning for those that cannot be read."""
+    tags = Tags({}, {})
     for name in backend.list(layout.TAGS):
-        data = read_optional(backend, name)
-        if data is not None:
-            tags[name[len(layout.TAGS) :]] = SaveName.parse(records.decode(data, records.Tag, name).snapshot)
+        label = name[len(layout.TAGS) :]
+        try:
+            target = read_tag(backend, label)
+        except (CorruptionError, FormatError) as error:
+            tags.unreadable[label] = error
+            warn(f"tag {label!r} cannot be read and is passed over: {error}; {forget_tag(label)}")
+        else:
+            if target is not None:
+                tags.named[label] = target
     return tags
+
+
+def read_tag(backend: Backend, label: str) -> SaveName | None:
+    """The snapshot that a tag names; None where there is no such tag."""
+    name = layout.tag(label)
+    data = read_optional(backend, name)
+    return None if data is None else SaveName.parse(records.decode(data, records.Tag, name).snapshot)
+
+
+def forget_tag(label: str) -> str:
+    """What to do about a tag that cannot be read."""
+    return f"`ckstore tag STORE --delete {label}` forgets it"
+
+
+def warn(message: str) -> None:
+    """Tell that something was passed over."""
+    warnings.warn(message, CkstoreWarning, stacklevel=3)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckstore.format.records import Commit
-from ckstore.history import History, order_of
+from ckstore.history import History, Tags, order_of
 from ckstore.ids import SaveName
 from ckstore.meta import decode_meta
 
@@ -58,10 +58,10 @@ class SnapshotInfo:
         )
 
 
-def snapshot_infos(history: History, tags: dict[str, SaveName], branch: str | None = None) -> list[SnapshotInfo]:
+def snapshot_infos(history: History, tags: Tags, branch: str | None = None) -> list[SnapshotInfo]:
     """Every live snapshot, newest first."""
     labels: dict[SaveName, list[str]] = {}
-    for label, save in sorted(tags.items()):
+    for label, save in sorted(tags.named.items()):
         labels.setdefault(save, []).append(label)
     found = [
         SnapshotInfo.of(commit, tuple(labels.get(save, ())), state_of(history, save, commit))

@@ -6,11 +6,12 @@ save announced and that was still safe afterwards. Anything else is a miss: that
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 from ckstore import layout
 from ckstore.context import Context
-from ckstore.errors import CorruptionError, FormatError, NotFoundError
+from ckstore.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import manifest
 from ckstore.format.manifest import Location
 from ckstore.format.records import Commit, ManifestRef
@@ -49,6 +50,16 @@ class Known:
     def size_of(self, pack: str) -> int:
         """The recorded size in bytes of a pack that `find` gave."""
         return self._sizes[pack]
+
+    def check_still_there(self, packs: Iterable[str]) -> None:
+        """`ConflictError` if one of these reused packs is no longer there at its recorded size.
+
+        It cannot happen as long as everybody sees everybody's announcements. A storage that shows old listings
+        breaks that; then a save must not be acknowledged.
+        """
+        for pack in packs:
+            if not self._is_whole(pack):
+                raise ConflictError(f"{pack}, which this save builds on, was taken away meanwhile; save again")
 
     def teach_index(self) -> None:
         """Let the index know what had to be read from manifests; for after the commit, as it may take a moment."""

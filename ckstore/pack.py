@@ -52,11 +52,6 @@ class PackWriter:
         """Bytes so far, header included and footer not."""
         return self._size
 
-    @property
-    def count(self) -> int:
-        """Frames so far."""
-        return len(self._frames)
-
     def append(self, chunk_id: bytes, plain_size: int, encoded: Encoded) -> Location:
         """Write the frame of a chunk and say where it is. After an error the pack is aborted."""
         stored = encoded.stored

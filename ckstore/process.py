@@ -3,6 +3,9 @@
 A process is named by machine, boot, pid namespace, pid and start time. It is *certainly* gone when the machine
 is this one and it has been booted since, or boot and pid namespace are ours and no such process runs. Anything else is
 unknown, and only a counter that stands still tells more.
+
+Machines that were cloned share `/etc/machine-id`, so it alone does not name one: the UUID of the (virtual) hardware
+goes with it or, where that cannot be read, the host name. SPEC 5.2 is normative.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import msgspec
 from blake3 import blake3
 
 PROC = Path("/proc")
+MACHINE_ID = "/etc/machine-id"
+PRODUCT_UUID = "/sys/class/dmi/id/product_uuid"
+"""Of the hardware, real or virtual; often only root may read it."""
 
 
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,14 +68,22 @@ def current_owner() -> Owner:
 @functools.lru_cache(maxsize=4)
 def _owner_of(pid: int) -> Owner:
     namespace = os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else ""
-    machine = _first_line("/etc/machine-id")
     return Owner(
-        machine=blake3(b"ckstore " + machine.encode()).hexdigest()[:16] if machine else "",
+        machine=_machine(),
         boot=_first_line("/proc/sys/kernel/random/boot_id"),
         pid_namespace=namespace,
         pid=pid,
         start=_start_of(pid) or 0,
     )
+
+
+def _machine() -> str:
+    """16 hex digits that name this machine and no clone of it; empty where it has no id."""
+    machine = _first_line(MACHINE_ID)
+    if not machine:
+        return ""
+    apart = _first_line(PRODUCT_UUID).lower() or os.uname().nodename
+    return blake3(f"ckstore {machine} {apart}".encode()).hexdigest()[:16]
 
 
 def _first_line(path: str) -> str:

@@ -13,17 +13,20 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckstore import facts, layout, retention
-from ckstore.announce import Announcer, list_announcers
+from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
 from ckstore.context import Context
-from ckstore.errors import CkstoreError
+from ckstore.errors import CkstoreError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
-from ckstore.history import History, order_of, read_history, read_marks, read_tags
+from ckstore.history import History, Tags, order_of, read_history, read_marks, read_tags
 from ckstore.ids import SaveName, new_nonce
 from ckstore.meta import decode_meta
+from ckstore.process import Owner, current_owner
 from ckstore.retention import Facts, Retention
 
 TAGGED = "tagged"
+PERHAPS_TAGGED = "a tag that cannot be read may name it"
 LAST = "the last good snapshot of its branch"
+_NAMED = (TAGGED, PERHAPS_TAGGED)
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ def prune(context: Context, policy: Retention, branch: str | None = None) -> Rem
     _make_durable(context)
     for save in victims:
         # One spared only for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
-        if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) == TAGGED:
+        if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) in _NAMED:
             context.backend.delete(own[save])
     _settle(context, own, result)
     return result
@@ -76,13 +79,14 @@ def drop(context: Context, saves: Collection[SaveName], force: bool = False) -> 
     return result
 
 
-def finish_condemned(context: Context) -> Removal:
+def finish_condemned(context: Context, patience: float = PATIENCE_SECONDS) -> Removal:
     """Go on where a prune stopped: remove what is condemned, unless it is named or its branch has nothing better.
 
-    Each remover publishes a mark of its own, as another's may be withdrawn at any time.
+    What a remover condemned that still works is its own affair. Each remover publishes a mark of its own, as another's
+    may be withdrawn at any time.
     """
-    marks = read_marks(context.backend)
-    waiting = [save for save in marks.condemned if save not in marks.removed]
+    abandoned = _abandoned(context, patience)
+    waiting = list(abandoned)
     result = Removal()
     if not waiting:
         return result
@@ -96,16 +100,49 @@ def finish_condemned(context: Context) -> Removal:
             result.spared[save] = LAST
         if save in last or save not in history.saves or _remove_unless_named(context, save, announcers, tags, result):
             context.backend.delete(own[save])
+        if result.spared.get(save) in (*_NAMED, LAST):
+            # Nobody relies any more on what the dead condemned.
+            for name in abandoned[save]:
+                context.backend.delete(name)
     _settle(context, own, result)
     return result
 
 
+def _abandoned(context: Context, patience: float) -> dict[SaveName, list[str]]:
+    """Condemned snapshots that nobody removes any more, each with the marks of authors that are certainly gone.
+
+    A mark is abandoned when its author is gone, is this process, cannot be read (a power cut may leave it so), or has
+    left it standing for `patience` seconds.
+    """
+    marks = read_marks(context.backend)
+    authors = []
+    for save, nonces in marks.condemned.items():
+        for nonce in nonces if save not in marks.removed else ():
+            name = layout.mark(save, f"condemned-{nonce}")
+            authors.append(Announcer(name, save, frozenset(), _author(context, name), 0))
+    given_up = Patience(context.cache / "condemned", context.monotonic, patience).exhausted(authors)
+    found: dict[SaveName, list[str]] = {}
+    for one in authors:
+        if one.save is not None and (one.owner in (None, current_owner()) or one.name in given_up):
+            gone = found.setdefault(one.save, [])
+            gone += [one.name] if one.owner is not None and one.owner.is_gone() else []
+    return found
+
+
+def _author(context: Context, mark: str) -> Owner | None:
+    try:
+        return facts.read(context, mark).by
+    except (CorruptionError, FormatError, NotFoundError):
+        return None
+
+
 def _make_durable(context: Context) -> None:
-    """A commit that was listed may not be durable yet, and others are about to be removed because it is there.
+    """A commit, epoch or fact that was listed may not be durable yet, and others are about to be removed because of it.
 
     After the listing, not before it: one that became visible in between would be relied on and could still be lost.
     """
-    context.backend.sync(layout.SNAPSHOTS)
+    for house in (layout.SNAPSHOTS, layout.EPOCHS, layout.MARKS):
+        context.backend.sync(house)
 
 
 def _settle(context: Context, own: Mapping[SaveName, str], result: Removal) -> None:
@@ -121,14 +158,16 @@ def condemn(context: Context, saves: Iterable[SaveName]) -> dict[SaveName, str]:
 
 
 def _remove_unless_named(
-    context: Context, save: SaveName, announcers: list[Announcer], tags: dict[str, SaveName], result: Removal
+    context: Context, save: SaveName, announcers: list[Announcer], tags: Tags, result: Removal
 ) -> str:
     """Remove a condemned snapshot unless somebody depends on it or it is tagged; then the reason, else nothing."""
     dependant = next((announcer for announcer in announcers if announcer.depends_on(save)), None)
     if dependant is not None:
         result.spared[save] = dependant.purpose
-    elif save in tags.values():
+    elif save in tags.named.values():
         result.spared[save] = TAGGED
+    elif tags.unreadable:
+        result.spared[save] = PERHAPS_TAGGED
     else:
         facts.add(context, save, "removed", {})
         result.removed.append(save)
@@ -158,7 +197,8 @@ def _plan(
     branch: str | None,
     own: Mapping[SaveName, str] | None = None,
 ) -> retention.Plan:
-    known = facts_of(history, read_tags(context.backend), own or {})
+    history.refuse_unreadable_epochs(branch)
+    known = facts_of(history, read_tags(context.backend).named, own or {})
     return retention.plan([one for one in known if branch in (None, one.branch)], policy, context.now())
 
 

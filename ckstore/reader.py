@@ -6,19 +6,20 @@ holds the same chunk is tried before `CorruptionError`.
 
 from __future__ import annotations
 
-import itertools
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ckstore import facts
+from ckstore.codec.scratch import scratch
 from ckstore.context import Context
 from ckstore.errors import CkstoreError, CorruptionError, NotFoundError
 from ckstore.format.manifest import Location, Manifest
 from ckstore.format.records import Commit, PackRef
-from ckstore.history import History, Marks, read_history, read_marks
+from ckstore.history import Marks, read_history, read_marks
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.pack import read_frame
@@ -29,11 +30,14 @@ WORKERS = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk to read: its identity, where it is, and the memory of exactly its plain size that it fills."""
+    """One chunk to read: its identity, where it is, and the memory of exactly its plain size that it fills.
+
+    `into` may be that size alone: then the chunk is only checked.
+    """
 
     id: bytes
     place: Location
-    into: memoryview
+    into: memoryview | int
     path: str = ""
 
 
@@ -79,23 +83,28 @@ def pieces(manifest: Manifest, buffers: Mapping[int, memoryview], paths: Mapping
 def read_pieces(context: Context, wanted: Iterable[Piece]) -> None:
     """Fill every piece, verified. On the first failure nothing more is started and the error is raised."""
     ordered = sorted(wanted, key=lambda piece: (piece.place.pack, piece.place.offset))
+    elsewhere = _Elsewhere(context, frozenset(piece.id for piece in ordered))
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="ckstore-read") as pool:
-        futures: list[Future[None]] = [pool.submit(_fill, context, piece) for piece in ordered]
+        futures: list[Future[None]] = [pool.submit(_fill, piece, elsewhere) for piece in ordered]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         failed = next((future for future in futures if future in done and future.exception()), None)
         if failed is not None:
             pool.shutdown(wait=True, cancel_futures=True)
+    # A store that cannot be written is still read; the marks only spare others the look.
+    with suppress(CkstoreError):
+        elsewhere.mark_damage()
     if failed is not None:
         failed.result()
 
 
-def _fill(context: Context, piece: Piece) -> None:
+def _fill(piece: Piece, elsewhere: _Elsewhere) -> None:
+    into = scratch("checked", piece.into) if isinstance(piece.into, int) else piece.into
     try:
-        _read_twice(context, piece, piece.place)
+        elsewhere.read(piece, piece.place, into)
     except (CorruptionError, NotFoundError) as error:
-        for place in _other_places(context, piece):
+        for place in elsewhere.places(piece):
             with suppress(CorruptionError, NotFoundError):
-                _read_twice(context, piece, place)
+                elsewhere.read(piece, place, into)
                 return
         if isinstance(error, NotFoundError):
             place = piece.place
@@ -105,38 +114,67 @@ def _fill(context: Context, piece: Piece) -> None:
         raise found from error
 
 
-def _read_twice(context: Context, piece: Piece, place: Location) -> None:
-    """Read a frame; once more if it looks damaged, as a transient fault must not pass for damage. Marks what stays."""
-    try:
-        read_frame(context.backend, place, piece.id, piece.into)
-    except CorruptionError:
+class _Elsewhere:
+    """What to do about frames that fail, for the chunks `wanted`: see where else they are, and mark the damage.
+
+    Other places are looked up once, when the first frame fails. Threads share it.
+    """
+
+    def __init__(self, context: Context, wanted: frozenset[bytes]) -> None:
+        self._context = context
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self._moves: Relocations | None = None
+        self._written: dict[bytes, list[Location]] = {}
+        self._failed: list[tuple[CorruptionError, Location]] = []
+
+    def read(self, piece: Piece, place: Location, into: memoryview) -> None:
+        """Read a frame; once more if it looks damaged, as a transient fault must not pass for damage."""
         try:
-            read_frame(context.backend, place, piece.id, piece.into)
-        except CorruptionError as error:
-            # A store that cannot be written is still read; the mark only spares others the look.
+            read_frame(self._context.backend, place, piece.id, into)
+        except CorruptionError:
+            try:
+                read_frame(self._context.backend, place, piece.id, into)
+            except CorruptionError as error:
+                with self._lock:
+                    self._failed.append((error, place))
+                raise
+
+    def mark_damage(self) -> None:
+        """Mark the frames that failed, if a live snapshot still needs their packs: what was freed is not damaged."""
+        if not self._failed:
+            return
+        history = read_history(self._context)
+        moves = Relocations(self._context, history.marks.relocated)
+        live: set[str] = set()
+        for _, commit in history.commits():
             with suppress(CkstoreError):
-                facts.mark_damage(context, error, place.stored)
-            raise
+                live.update(pack.name for pack in moves.packs(commit.packs))
+        for error, place in self._failed:
+            if place.pack in live:
+                facts.mark_damage(self._context, error, place.stored)
 
-
-def _other_places(context: Context, piece: Piece) -> Iterator[Location]:
-    """Wherever else the chunk may be: where its pack moved to, then the packs of every other live snapshot."""
-    tried = {(piece.place.pack, piece.place.offset)}
-    history = read_history(context)
-    moves = Relocations(context, history.marks.relocated)
-    for written in itertools.chain([piece.place], _written_places(context, history, piece.id)):
-        with suppress(CkstoreError):
-            place = moves.follow(piece.id, written)
+    def places(self, piece: Piece) -> Iterator[Location]:
+        """Where the chunk's pack moved to, then the packs of every other live snapshot."""
+        with self._lock:
+            if self._moves is None:
+                self._moves = self._look_up()
+            found = []
+            for written in [piece.place, *self._written.get(piece.id, ())]:
+                with suppress(CkstoreError):
+                    found.append(self._moves.follow(piece.id, written))
+        tried = {(piece.place.pack, piece.place.offset)}
+        for place in found:
             if (place.pack, place.offset) not in tried:
                 tried.add((place.pack, place.offset))
                 yield place
 
-
-def _written_places(context: Context, history: History, wanted: bytes) -> Iterator[Location]:
-    """Where live snapshots say that a chunk was written."""
-    for _, commit in history.commits():
-        with suppress(CkstoreError):
-            for manifest in read_manifests(context, commit):
-                for chunk, place in zip(manifest.ids, manifest.locations, strict=True):
-                    if chunk == wanted:
-                        yield place
+    def _look_up(self) -> Relocations:
+        history = read_history(self._context)
+        for _, commit in history.commits():
+            with suppress(CkstoreError):
+                for manifest in read_manifests(self._context, commit):
+                    for chunk, place in zip(manifest.ids, manifest.locations, strict=True):
+                        if chunk in self._wanted:
+                            self._written.setdefault(chunk, []).append(place)
+        return Relocations(self._context, history.marks.relocated)

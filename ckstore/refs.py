@@ -115,13 +115,16 @@ def _one(history: History, ref: Ref) -> Found:
 
 
 def _refuse_damaged(history: History, ref: Ref) -> None:
-    """A snapshot whose record cannot be read is damaged, not absent, for whoever names it: raises what is wrong."""
+    """Whoever names a snapshot or tag whose record cannot be read is told what is wrong, not that there is none."""
     if ref.kind in ("id", "bare") and _HEX.match(ref.value):
         for save, error in history.damaged.items():
             if save.nonce.startswith(ref.value):
                 raise error
     if ref.kind in ("tag", "bare"):
-        named = read_tags(history.context.backend).get(ref.value)
+        tags = read_tags(history.context.backend)
+        if ref.value in tags.unreadable:
+            raise tags.unreadable[ref.value]
+        named = tags.named.get(ref.value)
         if named is not None and named in history.damaged:
             raise history.damaged[named]
 
@@ -147,7 +150,7 @@ def _by_id(history: History, ref: Ref) -> list[Found]:
 
 
 def _by_tag(history: History, ref: Ref) -> list[Found]:
-    named = read_tags(history.context.backend).get(ref.value)
+    named = read_tags(history.context.backend).named.get(ref.value)
     return [found for found in history.commits(ref.branch) if found[0] == named]
 
 

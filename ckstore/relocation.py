@@ -14,7 +14,7 @@ from ckstore.context import Context
 from ckstore.errors import CorruptionError, FormatError, NotFoundError
 from ckstore.format.manifest import Location, Manifest
 from ckstore.format.records import PackRef, Relocation
-from ckstore.history import read_decision
+from ckstore.history import History, is_void, read_decision, read_floor
 from ckstore.ids import HASH_BYTES, SaveName
 
 _LONGEST_CHAIN = 1000
@@ -66,7 +66,7 @@ class Relocations:
                 record = read_decision(self._context, SaveName.parse(by))
             except NotFoundError as error:
                 raise CorruptionError("it was moved, but the record of that is missing", name=pack) from error
-            if not isinstance(record, Relocation):
+            if not isinstance(record, Relocation) or is_void(read_floor(self._context.backend), SaveName.parse(by)):
                 raise FormatError(f"{name} names a save that moved nothing")
             self._records[pack] = record
         return self._records[pack]
@@ -81,6 +81,14 @@ class Relocations:
                         table[chunk] = (moved.new, int.from_bytes(moved.offsets[row * 8 : row * 8 + 8], "little"))
             self._tables[pack] = table
         return self._tables[pack]
+
+
+def reachable_packs(history: History) -> set[str]:
+    """Every pack, whether still there or not, that the way from a live manifest to its frames leads over."""
+    reached = {pack.name for _, commit in history.commits() for pack in commit.packs}
+    for _, relocation in sorted(history.relocations()):  # in order of sequence: a pack is moved after it was written
+        reached |= {moved.new for moved in relocation.moved if moved.old in reached}
+    return reached
 
 
 def mark_name(pack: str) -> str:

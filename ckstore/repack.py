@@ -19,7 +19,7 @@ from ckstore import codec, facts, layout
 from ckstore.announce import announced, list_announcers
 from ckstore.commit import commit, discard
 from ckstore.context import Context
-from ckstore.errors import CkstoreError, CorruptionError, NotFoundError
+from ckstore.errors import CkstoreError, CorruptionError, FencedError, NoSpaceError, NotFoundError
 from ckstore.floor import proposed_sequences
 from ckstore.format import records
 from ckstore.format.manifest import Location
@@ -73,20 +73,37 @@ def repack(context: Context, sparse: float = SPARSE, progress: Progress = silent
         if save.sequence < max([read_floor(context.backend).sequence, *proposed]):
             discard(context, save, "its sequence is below the floor")
             return 0
-        try:
-            relocation = _copy(context, save, victims, sparse, progress)
-        except BaseException as error:
-            discard(context, save, f"{type(error).__name__}: {error}")
-            withdraw(context, save, victims)
-            raise
+        relocation = _copied(context, save, victims, sparse, progress)
         if relocation is None:
-            discard(context, save, "nothing was left to repack")
-            withdraw(context, save, victims)
             return 0
-        commit(context, relocation)
+        try:
+            commit(context, relocation)
+        except FencedError:
+            withdraw(context, save, victims)  # it is no repack and never will be
+            raise
     finish(context, save, relocation)
-    withdraw(context, save, victims)
+    # What was moved keeps its mark until it is gone: a listing must not miss both the new mark and the old one.
+    withdraw(context, save, set(victims) - {moved.old for moved in relocation.moved})
     return sum(pack.size for pack in relocation.packs)
+
+
+def _copied(
+    context: Context, save: SaveName, victims: dict[str, _Use], sparse: float, progress: Progress
+) -> records.Relocation | None:
+    """The record to commit; None, and nothing left behind, where there is nothing to move or no room to move it to."""
+    why = "nothing was left to repack"
+    try:
+        relocation = _copy(context, save, victims, sparse, progress)
+    except NoSpaceError as error:
+        relocation, why = None, str(error)
+    except BaseException as error:
+        discard(context, save, f"{type(error).__name__}: {error}")
+        withdraw(context, save, victims)
+        raise
+    if relocation is None:
+        discard(context, save, why)
+        withdraw(context, save, victims)
+    return relocation
 
 
 def finish(context: Context, save: SaveName, relocation: records.Relocation) -> None:
@@ -97,33 +114,49 @@ def finish(context: Context, save: SaveName, relocation: records.Relocation) -> 
 
 
 def finish_interrupted(context: Context) -> None:
-    """Complete repacks that died after their commit, and take back the marks of those that died before it.
+    """Complete repacks that died after their commit, and take back the marks that have done their work.
 
-    As long as a `relocating` mark stands no save builds on that pack, so what a repack committed still holds.
+    As long as a `relocating` mark stands no save builds on that pack, so what a repack committed still holds. A record
+    that is void was never a repack: it is not completed.
     """
     history = read_history(context)
-    by_nonce = {save.nonce: save for save in list_saves(context.backend, layout.SNAPSHOTS)}
+    decided = {save.nonce: save for save in history.saves}
+    at_work = {one.save.nonce for one in list_announcers(context.backend) if one.save is not None}
+    later = {save.nonce for save in read_history(context).saves}
     for pack, nonces in history.marks.relocating.items():
         for nonce in nonces:
-            save = by_nonce.get(nonce)
-            if save is None:
-                continue
-            decision = history.decision(save)
-            if isinstance(decision, records.Relocation) and pack not in history.marks.relocated:
-                finish(context, save, decision)
-            if decision is not None:
-                withdraw(context, save, [pack])
+            decision = history.decision(decided[nonce]) if nonce in decided else None
+            if isinstance(decision, records.Relocation):
+                _finish_pack(context, decided[nonce], decision, pack, history)
+            elif isinstance(decision, records.Abort) or nonce not in at_work | later | decided.keys():
+                context.backend.delete(_relocating(pack, nonce))
+
+
+def _finish_pack(context: Context, save: SaveName, decision: records.Relocation, pack: str, history: History) -> None:
+    moved = any(one.old == pack for one in decision.moved)
+    if moved and pack not in history.marks.relocated:
+        finish(context, save, decision)
+    elif not moved or not _is_there(context, pack):
+        context.backend.delete(_relocating(pack, save.nonce))
+
+
+def _is_there(context: Context, pack: str) -> bool:
+    try:
+        context.backend.stat(pack)
+    except NotFoundError:
+        return False
+    return True
 
 
 def withdraw(context: Context, save: SaveName, packs: Iterable[str]) -> None:
     """Take back the `relocating` marks that the repack `save` set on `packs`."""
     for pack in packs:
         with suppress(CkstoreError):
-            context.backend.delete(_relocating(pack, save))
+            context.backend.delete(_relocating(pack, save.nonce))
 
 
-def _relocating(pack: str, save: SaveName) -> str:
-    return layout.mark(layout.save_of_pack(pack), f"relocating-{pack.rpartition('/')[2]}-{save.nonce}")
+def _relocating(pack: str, nonce: str) -> str:
+    return layout.mark(layout.save_of_pack(pack), f"relocating-{pack.rpartition('/')[2]}-{nonce}")
 
 
 def _name(context: Context) -> SaveName:
@@ -175,7 +208,7 @@ def _copy(
 ) -> records.Relocation | None:
     """Copy what is live in `victims`, as it is stored. None if there is nothing that may be moved."""
     for pack in victims:
-        fact = _relocating(pack, save).rpartition("/")[2]
+        fact = _relocating(pack, save.nonce).rpartition("/")[2]
         facts.add(context, layout.save_of_pack(pack), fact, {}, durable=False)
     wanted = _wanted_by_others(context, save)
     if wanted is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,7 +26,8 @@ def set_aside(backend: Backend) -> None:
         backend.stat(layout.RESERVE)
     except NotFoundError:
         with suppress(NoSpaceError):
-            backend.put(layout.RESERVE, bytes(RESERVE_BYTES))
+            # Random bytes: a filesystem that compresses would keep no room for zeros.
+            backend.put(layout.RESERVE, os.urandom(RESERVE_BYTES))
 
 
 @contextmanager

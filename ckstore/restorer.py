@@ -215,8 +215,10 @@ def _verify_blobs(context: Context, opened: Opened, blobs: Iterable[int]) -> Non
     """Read and check every chunk of `blobs`, keeping none."""
     manifest = opened.manifest
     rows = manifest.chunks_of_blob()
-    scratch = building.allocate(manifest.chunk_size)
+    checked = []
     for blob in blobs:
+        path = opened.paths.get(blob, "")
         for index, row in enumerate(rows[blob]):
-            into = scratch[: manifest.plain_size(blob, index)]
-            read_pieces(context, [Piece(manifest.ids[row], manifest.locations[row], into, opened.paths.get(blob, ""))])
+            size = manifest.plain_size(blob, index)
+            checked.append(Piece(manifest.ids[row], manifest.locations[row], size, path))
+    read_pieces(context, checked)

@@ -50,6 +50,7 @@ class SealedEnvironment:
         self._lock = self._directory / "lock.mdb"
         self._env: lmdb.Environment | None = None
         self._files: tuple[int, ...] = ()
+        self._size = 0
         self._pid = 0
         self._given_up = False
         self.users = 0
@@ -114,12 +115,18 @@ class SealedEnvironment:
             env = self._begin_anew()
             with env.begin(write=True) as transaction:
                 act(transaction)
+        self._size = self._data.stat().st_size
         self._seal()
         return True
 
     def _is_current(self) -> bool:
-        """Whether the open environment is still the one at its path: another process may have begun anew."""
-        return self._env is not None and self._pid == os.getpid() and self._files == _identities(self._data, self._lock)
+        """Whether the open environment is still the one at its path, and as long as it was.
+
+        Another process may have begun anew. A file that was cut would kill whoever reads on in its mapping.
+        """
+        if self._env is None or self._pid != os.getpid() or self._files != _identities(self._data, self._lock):
+            return False
+        return self._data.stat().st_size >= self._size
 
     def _is_whole(self) -> bool:
         with suppress(OSError):
@@ -162,6 +169,7 @@ class SealedEnvironment:
         )  # fmt: skip
         self._env, self._pid = env, os.getpid()
         self._files = _identities(self._data, self._lock)
+        self._size = self._data.stat().st_size
         env.reader_check()
         with env.begin():
             pass  # takes the slot that later transactions use again

@@ -60,7 +60,7 @@ def status(context: Context) -> StatusReport:
     report.removed = len(history.marks.removed)
     report.damaged_frames = sum(map(len, history.marks.damaged.values()))
     report.unreadable = [save.nonce for save in sorted(history.damaged) if save not in history.marks.removed]
-    report.tags = {label: save.nonce for label, save in read_tags(backend).items()}
+    report.tags = {label: save.nonce for label, save in read_tags(backend).named.items()}
     for one in list_announcers(backend):
         owner = one.owner
         busy = Busy(one.name, one.purpose, owner.pid if owner else None, bool(owner and owner.is_gone()))

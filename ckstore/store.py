@@ -21,7 +21,7 @@ from ckstore.codec.choose import profile_named
 from ckstore.context import Context
 from ckstore.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
 from ckstore.format import envelope, records
-from ckstore.history import read_decision, read_epochs, read_history, read_marks, read_tags
+from ckstore.history import newest_epoch, read_decision, read_history, read_tags
 from ckstore.ids import SaveName, check_label
 from ckstore.index import ChunkIndex
 from ckstore.info import SnapshotInfo, snapshot_infos, state_of
@@ -29,10 +29,10 @@ from ckstore.meta import encode_meta
 from ckstore.process import current_owner
 from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport
+from ckstore.reentry import undisturbed
 from ckstore.reserve import set_aside, spending
 from ckstore.retention import Retention
 from ckstore.state.capture import capture
-from ckstore.state.match import RestoreReport
 from ckstore.tags import put_tag, refuse_removed
 from ckstore.verify import Verifier, VerifyReport
 
@@ -55,6 +55,8 @@ def open_store(
     """
     chosen = profile_named(profile)
     backend = backend_of(url)
+    if not backend.capabilities.put_if_absent:
+        raise InvalidInputError(f"{backend.url} cannot hold a store: it cannot create an object that must not be there")
     config = _read_config(backend)
     if config is None:
         if not create:
@@ -92,8 +94,8 @@ def _read_config(backend: Backend) -> records.Config | None:
     config = records.decode(data, records.Config, layout.CONFIG)
     if config.format != records.FORMAT:
         raise FormatError(f"{backend.url} has format {config.format}; this version reads format {records.FORMAT}")
-    if config.reader_features or config.writer_features:
-        wanted = ", ".join(config.reader_features + config.writer_features)
+    if config.reader_features:
+        wanted = ", ".join(config.reader_features)
         raise FormatError(f"{backend.url} uses features that this version does not know: {wanted}; use a newer ckstore")
     if (config.hash, config.ids) != ("blake3-256", "plain"):
         raise FormatError(f"{backend.url} identifies chunks by {config.hash}/{config.ids}, which this version cannot")
@@ -130,6 +132,15 @@ class Store:
         """32 hex digits, the same for every copy of this store."""
         return self._context.config.store
 
+    def _check_writable(self) -> None:
+        """`FormatError` where a newer version asks writers for what this one does not know; reading goes on."""
+        if self._context.config.writer_features:
+            wanted = ", ".join(self._context.config.writer_features)
+            raise FormatError(
+                f"{self.url} needs features of writers that this version does not know: {wanted}; it can be read, "
+                "use a newer ckstore to change it"
+            )
+
     def close(self) -> None:
         """Let go of files. Whatever was acknowledged is durable already."""
         self._context.index.close()
@@ -144,19 +155,28 @@ class Store:
         tags: Iterable[str] = (),
         meta: Mapping[str, Any] | None = None,
         full: bool = False,
+        epoch: int | None = None,
     ) -> SnapshotInfo:
         """Save `state` as the newest snapshot of `branch`; durable when this returns.
 
+        The state must not change meanwhile; `InvalidInputError` if it did. `epoch` is one that `open_epoch` gave, by
+        default the last one that this object opened on the branch; `FencedError` if there is a newer one.
         Saving the same step again makes a second snapshot, which wins. `meta` is a small mapping of plain values.
         With `full` nothing written earlier is reused: the snapshot is readable without any older pack. On any error
         no part of the snapshot remains. `UnsupportedTypeError` names what cannot be kept before anything is written.
+        A tag that cannot be set is a `CkstoreWarning`: the snapshot stands, and what comes back lacks that tag.
         """
+        self._check_writable()
         step, labels = step_of(step), tags_of(tags)
         name_of("branch", branch)
         packed_meta = encode_meta({} if meta is None else meta)
-        captured = capture(state, chunk_size=self._context.config.chunk_size)
-        request = writer.SaveRequest(step, branch, labels, packed_meta, full, self._epochs.get(branch))
-        return SnapshotInfo.of(writer.save(self._context, captured, request), labels)
+        if epoch is None:
+            epoch = self._epochs.get(branch)
+        with undisturbed("save"):
+            captured = capture(state, chunk_size=self._context.config.chunk_size)
+            request = writer.SaveRequest(step, branch, labels, packed_meta, full, epoch)
+            saved = writer.save(self._context, captured, request)
+        return SnapshotInfo.of(saved.record, saved.tags)
 
     def restore(
         self,
@@ -176,10 +196,10 @@ class Store:
         instead; `cast=True` allows another dtype; `atomic=True` verifies every byte before the first is put in place.
         """
         request = restorer.RestoreRequest(patterns_of(keys), strict, cast, atomic)
-        if into is None:
-            return restorer.restore(self._context, refs.parse(ref), request)
-        report: RestoreReport = restorer.restore_into(self._context, refs.parse(ref), into, request)
-        return report
+        with undisturbed("restore"):
+            if into is None:
+                return restorer.restore(self._context, refs.parse(ref), request)
+            return restorer.restore_into(self._context, refs.parse(ref), into, request)
 
     def snapshots(self, branch: str | None = None) -> list[SnapshotInfo]:
         """Every live snapshot, newest first."""
@@ -200,6 +220,7 @@ class Store:
 
     def tag(self, name: str, ref: str | int = "latest") -> SnapshotInfo:
         """Name a snapshot, so that no policy drops it. A name that is taken moves to it."""
+        self._check_writable()
         name_of("tag", name)
         _, info = self._find(ref)
         save = self._save_name(info)
@@ -210,13 +231,14 @@ class Store:
 
     def untag(self, name: str) -> None:
         """Forget a name; `NotFoundError` if there is none."""
+        self._check_writable()
         if not self._context.backend.delete(layout.tag(check_label("tag", name))):
             raise NotFoundError(f"there is no tag {name!r}")
         self._context.backend.sync(layout.TAGS)
 
     def tags(self) -> dict[str, str]:
         """Every tag and the id of its snapshot."""
-        return {label: save.nonce for label, save in read_tags(self._context.backend).items()}
+        return {label: save.nonce for label, save in read_tags(self._context.backend).named.items()}
 
     def verify(
         self, ref: str | int | None = None, *, deep: bool = True, mark: bool = True, progress: Progress = silent
@@ -232,22 +254,26 @@ class Store:
     def prune(
         self,
         policy: Retention | Mapping[str, Any],
+        dry_run: bool = False,
         *,
         branch: str | None = None,
-        dry_run: bool = False,
         progress: Progress = silent,
     ) -> PruneReport:
         """Remove the snapshots that `policy` does not keep, and free what only they needed."""
         checked = Retention.of(policy)
         if dry_run:
             return prune.report_plan(prune.plan_prune(self._context, checked, branch))
+        self._check_writable()
         with spending(self._context) as context:
             gc.give_up(context)
             removal = prune.prune(context, checked, branch)
-            return prune.report(removal, gc.sweep(context, progress=progress).freed_bytes)
+            freed = gc.sweep(context, progress=progress).freed_bytes
+            floor.raise_floor(context)
+            return prune.report(removal, freed)
 
     def drop(self, ref: str | int, *, force: bool = False, progress: Progress = silent) -> PruneReport:
         """Remove one snapshot, even one whose record cannot be read; the last good one of a branch with `force`."""
+        self._check_writable()
         save = self._droppable(ref, force)
         with spending(self._context) as context:
             gc.give_up(context)
@@ -267,9 +293,11 @@ class Store:
             planned = gc.plan_sweep(self._context)
             planned.freed_bytes += repack.plan_repack(self._context)
             return planned
+        self._check_writable()
         with spending(self._context) as context:
+            floor.clear_unreadable(context)
             freed = gc.give_up(context, patience)
-            removed = prune.finish_condemned(context).removed
+            removed = prune.finish_condemned(context, patience).removed
             repack.finish_interrupted(context)
             freed += gc.sweep(context, patience, progress)
             written = repack.repack(context, progress=progress)
@@ -286,12 +314,14 @@ class Store:
 
     def quarantine(self, ref: str | int, reason: str) -> SnapshotInfo:
         """Set a snapshot aside by hand: `latest` and retention pass it over until `clear`."""
+        self._check_writable()
         _, info = self._find(ref)
         facts.quarantine(self._context, self._save_name(info), {"reason": str(reason), "during": "by hand"})
         return self._find(f"id:{info.id}")[1]
 
     def clear(self, ref: str | int, *, progress: Progress = silent) -> SnapshotInfo:
         """Undo the quarantine of a snapshot after a repair; `CorruptionError` if verifying finds it still damaged."""
+        self._check_writable()
         _, info = self._find(ref)
         report = self.verify(f"id:{info.id}", mark=False, progress=progress)
         if not report.ok:
@@ -304,34 +334,44 @@ class Store:
     def open_epoch(self, branch: str = "main", *, base: str | int | None = None) -> int:
         """Take over `branch` for this process: saves of older runs are refused from now on, and are never `latest`.
 
-        The run goes on from `base`, by default what `latest` means now; later snapshots of older epochs are left
-        behind. The number of the epoch.
+        The run goes on from `base`, by default what `latest` means when older runs can add nothing any more; later
+        snapshots of older epochs are left behind. A base may itself have been left behind: then it is `latest` again.
+        The number of the epoch.
         """
+        self._check_writable()
         name_of("branch", branch)
+        behind: SaveName | None = None
+        lost: ConflictError | None = None
         for _ in range(64):
-            start = self._save_name(self._find(base)[1]) if base is not None else self._newest(branch)
+            # The number first: whoever opens an epoch after it was read makes the base be chosen anew.
+            number = newest_epoch(self._context.backend, branch) + 1
+            start = behind or (self._save_name(self._find(base)[1]) if base is not None else self._newest(branch))
             # A prune that does not know of the epoch yet must not remove what it goes on from.
             with pinned(self._context.backend, f"epoch of {branch}", [start] if start else []) as marks:
                 gone = marks.removed | marks.condemned.keys()
                 if start is not None and base is not None:
                     refuse_removed(start, gone)
-                elif start in gone and start != self._newest(branch):
+                elif start in gone and (behind or start != self._newest(branch)):
+                    behind = None
                     continue
-                number = self._try_epoch(branch, start)
-                if number is None:
+                if not self._try_epoch(branch, number, start):
+                    behind = None
                     continue
-                if start in read_marks(self._context.backend).removed:
-                    raise ConflictError(
-                        f"epoch {number} of {branch} is open, but what it goes on from was removed meanwhile"
-                    )
+                removed, behind = self._meanwhile(branch, number, start)
+                if removed and (base is not None or behind is None):
+                    what = f"epoch {number} of {branch} is open, but what it goes on from was removed meanwhile"
+                    lost, base = ConflictError(what), None
+                if base is None and behind is not None:
+                    continue
+                if lost is not None:
+                    raise lost
                 with self._lock:
                     self._epochs[branch] = number
                 return number
         raise ConflictError(f"other runs keep taking over branch {branch}; see which of them should stop")
 
-    def _try_epoch(self, branch: str, start: SaveName | None) -> int | None:
-        """Open the next epoch, going on from `start`; None if another run took its number."""
-        number = max(read_epochs(self._context.backend, branch).get(branch, {}), default=0) + 1
+    def _try_epoch(self, branch: str, number: int, start: SaveName | None) -> bool:
+        """Open epoch `number`, going on from `start`; False if another run took its number."""
         record = records.Epoch(
             branch=branch,
             number=number,
@@ -339,8 +379,16 @@ class Store:
             base_epoch=self._epoch_of(start) if start else -1,
             owner=current_owner(),
         )
-        created = self._context.backend.put_if_absent(layout.epoch(branch, number), records.encode(record))
-        return number if created else None
+        return self._context.backend.put_if_absent(layout.epoch(branch, number), records.encode(record))
+
+    def _meanwhile(self, branch: str, number: int, start: SaveName | None) -> tuple[bool, SaveName | None]:
+        """Whether `start` was removed before epoch `number` was opened; and the newest that older runs saved since.
+
+        That must not be left behind: it was acknowledged, and `start` may be gone because it was there.
+        """
+        history = read_history(self._context)
+        superseded = history.epochs(branch).newest > number
+        return start in history.marks.removed, None if superseded else history.left_behind(branch, number)
 
     def _newest(self, branch: str) -> SaveName | None:
         found = next(read_history(self._context).candidates(branch), None)
@@ -354,8 +402,8 @@ class Store:
     def _find(self, ref: str | int) -> tuple[records.Commit, SnapshotInfo]:
         history = read_history(self._context)
         save, commit = next(refs.candidates(history, refs.parse(ref)))
-        labels = [label for label, named in sorted(read_tags(self._context.backend).items()) if named == save]
-        return commit, SnapshotInfo.of(commit, tuple(labels), state_of(history, save, commit))
+        labels = read_tags(self._context.backend).of(save)
+        return commit, SnapshotInfo.of(commit, labels, state_of(history, save, commit))
 
     @staticmethod
     def _save_name(info: SnapshotInfo) -> SaveName:

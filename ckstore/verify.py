@@ -14,7 +14,7 @@ from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
 from ckstore.format.manifest import Location
-from ckstore.history import History, Marks, read_epochs, read_floor, read_history, read_marks, read_optional, read_tags
+from ckstore.history import History, Marks, read_epochs, read_floor, read_history, read_marks, read_optional
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.opened import Opened, open_manifest
@@ -167,7 +167,7 @@ class Verifier:
                     self._report_frame(need, error)
 
     def _report_frame(self, need: _Need, error: CkstoreError) -> None:
-        what = error.what if isinstance(error, CorruptionError) else str(error)
+        what = _what(error)
         paths = sorted({path for _, path in need.uses})
         self._find(need.place.pack, what, need.place.offset, [subject for subject, _ in need.uses], paths)
         if self._mark and isinstance(error, CorruptionError):
@@ -188,7 +188,7 @@ class Verifier:
             read_frame(self._context.backend, place, chunk, into)
 
     def _check_small_records(self, history: History) -> None:
-        """Config, decisions, tags, epochs, floor, announcements and marks: each must at least be readable."""
+        """Config, decisions, tags, epochs, floors, announcements and marks: each must at least be readable."""
         backend = self._context.backend
         for save in history.saves:
             history.decision(save)
@@ -202,9 +202,12 @@ class Verifier:
             kind = records.Damage if "/damaged-" in name else records.Mark
             if not name.rpartition("/")[2].startswith(_PASSING):
                 self._try(name, lambda n=name, k=kind: _read(backend, n, k), [])  # type: ignore[misc]
-        self._try(layout.EPOCHS, lambda: read_epochs(backend), [])
+        for branch, epochs in sorted(read_epochs(backend).items()):
+            for number, error in sorted(epochs.unreadable.items()):
+                self._find(layout.epoch(branch, number), _what(error), None, [])
         self._try(layout.FLOORS, lambda: read_floor(backend), [])
-        self._try(layout.TAGS, lambda: read_tags(backend), [])
+        for name in backend.list(layout.PROPOSED_FLOORS):
+            self._try(name, lambda n=name: _read(backend, n, records.Floor), [])  # type: ignore[misc]
         for announcer in list_announcers(backend):
             if announcer.owner is None:
                 self._find(announcer.name, "cannot be read; gc will give it up", None, [])
@@ -215,7 +218,7 @@ class Verifier:
             return check()
         except (CorruptionError, FormatError, NotFoundError) as error:
             damaged = error if isinstance(error, CorruptionError) else None
-            what = damaged.what if damaged else str(error)
+            what = _what(error)
             self._find(damaged.name if damaged and damaged.name else name, what, damaged.offset if damaged else None,
                        users if blame else [])  # fmt: skip
             return None
@@ -236,6 +239,11 @@ class Verifier:
                 with suppress(CkstoreError):
                     facts.quarantine(self._context, subject.save, {"error": subject.broken[0], "during": "verify"})
                     self._report.quarantined.append(subject.save.nonce)
+
+
+def _what(error: CkstoreError) -> str:
+    """An error without the name of the object, which a finding has beside it."""
+    return error.what if isinstance(error, CorruptionError) else str(error)
 
 
 def _moved(before: Marks, after: Marks, subjects: list[_Subject]) -> bool:

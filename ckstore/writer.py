@@ -16,13 +16,13 @@ from ckstore import chunking, codec, layout
 from ckstore.announce import announced
 from ckstore.codec import Choice
 from ckstore.codec.choose import choose, sample_of
-from ckstore.commit import check_epoch, commit, discard
+from ckstore.commit import check_epoch, check_same_store, commit, discard
 from ckstore.context import Context
-from ckstore.errors import BackendError, ConflictError
+from ckstore.errors import CkstoreError, ConflictError, CorruptionError, InvalidInputError
 from ckstore.floor import proposed_sequences
 from ckstore.format import manifest, records
 from ckstore.format.manifest import Location
-from ckstore.history import History, list_saves, read_floor, read_history
+from ckstore.history import History, list_saves, read_floor, read_history, warn
 from ckstore.ids import SaveName, digest, new_nonce
 from ckstore.known import Known
 from ckstore.pack import PackWriter
@@ -52,9 +52,21 @@ class SaveRequest:
     epoch: int | None = None
 
 
-def save(context: Context, captured: Captured, request: SaveRequest) -> records.Commit:
-    """Write a snapshot; when this returns it is durable. On any error nothing of it remains visible."""
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A snapshot that is durable, and those of the wanted tags that it got."""
+
+    record: records.Commit
+    tags: tuple[str, ...]
+
+
+def save(context: Context, captured: Captured, request: SaveRequest) -> Saved:
+    """Write a snapshot; when this returns it is durable. On any error nothing of it remains visible.
+
+    A tag that cannot be set is no error but a warning: the snapshot stands.
+    """
     started = context.monotonic()
+    check_same_store(context)  # and again at the commit
     for _ in range(8):
         history = read_history(context)
         announcement = _announcement(context, history, request)
@@ -67,25 +79,28 @@ def save(context: Context, captured: Captured, request: SaveRequest) -> records.
             known = Known(context, () if request.full else under.parents, under.marks)
             try:
                 record, ids, places = _write(context, captured, request, announcement, known, started)
+                known.check_still_there(pack.name for pack in record.packs if layout.save_of_pack(pack.name) != name)
                 check_epoch(context, request.branch, announcement.epoch)
             except BaseException as error:
                 discard(context, name, f"{type(error).__name__}: {error}")
                 raise
             commit(context, record)
-            _set_tags(context, name, request.tags)
+            tagged = _set_tags(context, name, request.tags)
         context.index.add(name, ids, places)
         known.teach_index()
-        return record
+        return Saved(record, tagged)
     raise ConflictError("gc kept clearing away the names chosen for this save; try again")
 
 
 def _announcement(context: Context, history: History, request: SaveRequest) -> records.Announcement:
-    epoch = history.newest_epoch(request.branch) if request.epoch is None else request.epoch
-    if history.newest_epoch(request.branch) > epoch:
+    epochs = history.epochs(request.branch)
+    epoch = epochs.newest if request.epoch is None else request.epoch
+    if epochs.newest > epoch:
         check_epoch(context, request.branch, epoch)
+    if request.epoch is None:  # a run that opened an epoch itself knows that it is its own
+        epochs.refuse_unreadable(request.branch)
     seen = [*history.saves[:1], *list_saves(context.backend, layout.SAVES)[:1]]
-    floor = read_floor(context.backend)
-    sequence = max([save.sequence for save in seen] + [floor.sequence]) + 1
+    sequence = max([save.sequence for save in seen] + [_floor(context).sequence]) + 1
     return records.Announcement(
         save=str(SaveName(sequence, new_nonce())),
         branch=request.branch,
@@ -94,6 +109,14 @@ def _announcement(context: Context, history: History, request: SaveRequest) -> r
         parents=[str(parent) for parent in _parents(history, request.branch)],
         owner=current_owner(),
     )
+
+
+def _floor(context: Context) -> records.Floor:
+    try:
+        return read_floor(context.backend)
+    except CorruptionError as error:
+        hint = "no save begins beside it: put it back from a copy, or delete it while nobody saves"
+        raise CorruptionError(f"{error.what}; {hint}", name=error.name) from error
 
 
 def _parents(history: History, branch: str) -> list[SaveName]:
@@ -158,14 +181,17 @@ def _put_manifest(context: Context, save: SaveName, data: bytes) -> records.Mani
     return records.ManifestRef(0, len(data), digest(data))
 
 
-def _set_tags(context: Context, save: SaveName, tags: Iterable[str]) -> None:
+def _set_tags(context: Context, save: SaveName, tags: Iterable[str]) -> tuple[str, ...]:
+    """Tag the snapshot; the tags that it got, with a warning for each of the others."""
+    given = []
     for label in tags:
         try:
             put_tag(context, label, save)
-        except BackendError as error:
-            raise BackendError(
-                f"snapshot {save.nonce} is saved, but could not be tagged {label!r}: {error}", retryable=error.retryable
-            ) from error
+        except CkstoreError as error:
+            warn(f"snapshot {save.nonce} is saved, but could not be tagged {label!r}: {error}")
+        else:
+            given.append(label)
+    return tuple(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +217,7 @@ class ChunkWriter:
         self._claimed: set[bytes] = set()
         self._lock = threading.Lock()
         self._open: PackWriter | None = None
+        self._raw: list[tuple[bytes, memoryview]] = []
         self._to_place = 0
 
     def write(self, blobs: Iterable[Blob]) -> list[bytes]:
@@ -243,6 +270,8 @@ class ChunkWriter:
                 # No more room is set aside than may be needed: a small save fits onto a nearly full disk.
                 self._open = PackWriter(self._context.backend, name, min(PACK_BYTES, self._to_place))
             self.locations[chunk.id] = self._open.append(chunk.id, chunk.plain, chunk.encoded)
+            if chunk.encoded.codec == codec.RAW:
+                self._raw.append((chunk.id, memoryview(chunk.encoded.stored)))
             if self._open.size >= PACK_BYTES:
                 self._close_pack()
         self._to_place -= chunk.plain
@@ -252,3 +281,7 @@ class ChunkWriter:
         if self._open is not None:
             self.packs.append(self._open.finish())
             self._open = None
+            # A raw frame is the state's own memory, which was hashed before it was written.
+            if any(digest(stored) != chunk for chunk, stored in self._raw):
+                raise InvalidInputError("the state was changed while it was being saved")
+            self._raw = []

@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import ckstore
 from ckstore import Retention
-from ckstore.errors import CkstoreError, InvalidInputError
+from ckstore.errors import CkstoreError, InvalidInputError, NotFoundError
 from ckstore_torch.run_state import Objects, RunState
 
 if TYPE_CHECKING:
     from ckstore import SnapshotInfo, Store
 
 _log = logging.getLogger(__name__)
+_CONDITIONS = {
+    "fenced": "left behind by a newer run that saved nothing; to go on from it, "
+    "call Store.open_epoch(branch, base=...) with its id once, and resume again",
+    "quarantined": "quarantined as damaged; `ckstore clear` takes it back once it is repaired",
+}
+"""Why a snapshot is not `latest`, and what to do."""
 
 
 class Checkpointer:
@@ -36,7 +42,7 @@ class Checkpointer:
     `save_every` steps are saved by `step` (None: only `save` saves), every `full_every`-th of them readable without any
     earlier snapshot. `keep` is a number of snapshots, a `ckstore.Retention` or a mapping: after each save the others of
     this branch are pruned and their space is freed. `store` is an open `ckstore.Store`, which stays open, or where one
-    is or shall be.
+    is or shall be; it is then opened here with `profile`, as `ckstore.open` takes it.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Checkpointer:
         full_every: int | None = None,
         branch: str = "main",
         keep: int | Retention | Mapping[str, Any] | None = None,
+        profile: str | None = None,
     ) -> None:
         for name, every in (("save_every", save_every), ("full_every", full_every)):
             if every is not None and (type(every) is not int or every < 1):
@@ -62,7 +69,7 @@ class Checkpointer:
         self._branch = branch
         self._keep = _policy(keep)
         self._owns_store = isinstance(store, str | os.PathLike)
-        self.store = ckstore.open(store, create=True) if isinstance(store, str | os.PathLike) else store
+        self.store = _opened(store, profile)
         self._epoch: int | None = None
         self._resumed_at = 0
         self._done = 0
@@ -74,20 +81,20 @@ class Checkpointer:
 
         From here on an older run that still writes this branch gets `FencedError`. `MismatchError` lists every way in
         which the snapshot does not fit, and nothing is changed; nor is it when `load_state_dict` of a scheduler, loader
-        or extra fails.
+        or extra fails. A branch whose snapshots are all damaged or left behind is no new run: `NotFoundError` says so.
         """
+        self._has_snapshot()  # before the branch is taken over: what is refused changes nothing
         # Fence first: after that nobody can add a snapshot newer than the one that is read here.
         self._epoch = self.store.open_epoch(self._branch)
         self._resumed_at = 0
-        # Snapshots that are all damaged are no reason to start over: restoring then fails.
-        if any(info.state not in ("fenced", "condemned") for info in self.store.snapshots(branch=self._branch)):
+        if self._has_snapshot():
             saved = self.store.restore(f"branch:{self._branch}")
             self._state.restore(saved)
             self._resumed_at = int(saved["step"])
         self._done, self._first = self._resumed_at, True
         return self._done
 
-    def step(self, n: int, **metrics: Any) -> SnapshotInfo | None:
+    def step(self, n: int, /, **metrics: Any) -> SnapshotInfo | None:
         """Say that `n` steps are done; saves, and returns the snapshot, when that is due."""
         if type(n) is not int or n < 0 or (self._first and n <= self._resumed_at):
             # Counting from 0 would save the outcome of step n under the number that a resume trains again.
@@ -100,7 +107,7 @@ class Checkpointer:
         self._done, self._first = n, False
         return None
 
-    def save(self, n: int, **metrics: Any) -> SnapshotInfo:
+    def save(self, n: int, /, **metrics: Any) -> SnapshotInfo:
         """Save now, with `n` steps done. When it returns the snapshot is durable; when it raises there is none."""
         if type(n) is not int or n < 0:
             raise InvalidInputError(f"save takes how many steps are done, not {n!r}")
@@ -109,7 +116,7 @@ class Checkpointer:
         numbers_only = {name: _plain_number(name, value) for name, value in metrics.items()}
         full = self._full_every is not None and n % self._full_every == 0
         state = self._state.capture(n, numbers_only)
-        info = self.store.save(state, step=n, branch=self._branch, meta=numbers_only, full=full)
+        info = self.store.save(state, step=n, branch=self._branch, meta=numbers_only, full=full, epoch=self._epoch)
         self._done, self._first = n, self._first and n <= self._resumed_at
         self._prune()
         return info
@@ -127,6 +134,24 @@ class Checkpointer:
     ) -> None:
         self.close()
 
+    def _has_snapshot(self) -> bool:
+        """Whether there is something to restore; `NotFoundError` if there are only snapshots that `latest` never is."""
+        infos = self.store.snapshots(branch=self._branch)
+        states = {info.state for info in infos}
+        if infos and not states & {"ok", "condemned"}:
+            newest = next((info for info in infos if info.state == "fenced"), infos[0])
+            raise NotFoundError(
+                f"no good snapshot on branch {self._branch}, though it holds {len(infos)}: the newest, step "
+                f"{newest.step} (id:{newest.id}), is {_CONDITIONS[newest.state]}; another branch= starts a new run"
+            )
+        if not infos and self._epoch not in (None, 1) and (unreadable := self.store.status().unreadable):
+            raise NotFoundError(
+                f"branch {self._branch} was written before, but none of its snapshots is found, and the records of "
+                f"{', '.join(unreadable)} cannot be read: one of them may be its own; `ckstore drop` removes them, "
+                "another branch= starts a new run"
+            )
+        return bool(states - {"condemned"})
+
     def _is_due(self, n: int) -> bool:
         """Whether a multiple of `save_every` was passed since the last turn, however many steps that counted."""
         before = n - 1 if n < self._done else self._done  # smaller: the caller went back to an earlier state
@@ -143,6 +168,14 @@ class Checkpointer:
                 self._tidied = True
         except (CkstoreError, OSError) as error:
             _log.warning("snapshot saved, but pruning failed: %s", error)
+
+
+def _opened(store: Store | str | os.PathLike[str], profile: str | None) -> Store:
+    if isinstance(store, str | os.PathLike):
+        return ckstore.open(store, create=True, profile="balanced" if profile is None else profile)
+    if profile is not None:
+        raise InvalidInputError("profile= is for a store that is opened here; give it to the ckstore.open of this one")
+    return store
 
 
 def _policy(keep: int | Retention | Mapping[str, Any] | None) -> Retention | None:

@@ -19,7 +19,7 @@ from ckstore.layout import TEMPORARIES, check_name
 class Capabilities:
     """What a backend can do beyond the verbs.
 
-    `put_if_absent`: creation is atomic among all writers (without it a store has a single declared writer).
+    `put_if_absent`: creation is atomic among all writers; no store is opened without it.
     `reserve`: the storage can be full, and a reserve set aside on it can be given back to it.
     """
 

@@ -1,4 +1,4 @@
-"""A directory as a storage (SPEC §3): the embedded default.
+"""A directory as a storage (SPEC §2): the embedded default.
 
 An object is a file. It is written under a temporary name, fsynced, renamed or linked to its own name, and then the
 directory is fsynced, and those above it up to the root. Many processes and threads may use the directory at once.

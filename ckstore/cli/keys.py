@@ -11,6 +11,8 @@ from ckstore.state.describe import Entry
 from ckstore.state.paths import Part, Path, Selection, Step
 
 _STEP = re.compile(r'b?"(?:[^"\\]|\\.)*"|[^/"]+')
+_HEXADECIMAL = re.compile(r"-?0x[0-9a-f]{65,}\Z")
+"""An int of over 256 bits; a str that looks so would stand in quotes."""
 _WORDS: dict[str, Step] = {"None": None, "True": True, "False": False}
 
 
@@ -46,6 +48,8 @@ def _step(text: str) -> Step:
         return Part(text[1:])
     if text in _WORDS:
         return _WORDS[text]
+    if _HEXADECIMAL.match(text):
+        return int(text, 16)
     for kind in (int, float, complex):
         try:
             return kind(text)

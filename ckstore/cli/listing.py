@@ -37,7 +37,7 @@ def ls(
     """
     from ckstore.cli import documents, tables
 
-    with call.open() as store:
+    with call.open() as store, call.meter("reading the records"):
         infos = store.snapshots(branch)
     listed = infos[: limit or None]
     call.answer(lambda: documents.snapshots(listed), lambda out: tables.snapshots(out, infos, call.rows(limit)))
@@ -66,7 +66,7 @@ def show(
     from ckstore.cli import documents, tables
     from ckstore.cli.keys import chosen
 
-    with call.open() as store:
+    with call.open() as store, call.meter("reading the snapshot"):
         found = store.show(call.word(0, "latest"))
     entries = chosen(found.entries, keys)
     listed = entries[: limit or None]
@@ -90,7 +90,7 @@ def diff(
     """
     from ckstore.cli import documents, tables
 
-    with call.open() as store:
+    with call.open() as store, call.meter("comparing"):
         report = store.diff(call.words[0], call.words[1])
     call.answer(lambda: documents.difference(report), lambda out: tables.difference(out, report, call.rows(limit)))
     return exits.FOUND if exit_code and not report.same else exits.OK

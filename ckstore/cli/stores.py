@@ -76,6 +76,6 @@ def status(call: Call) -> None:
     """
     from ckstore.cli import documents, tables
 
-    with call.open() as store:
+    with call.open() as store, call.meter("looking around"):
         report = store.status()
     call.answer(lambda: documents.status(report), lambda out: tables.status(out, report))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ckstore.errors import CorruptionError, FormatError
 from ckstore.format import envelope
-from ckstore.format.manifest import MAX_CHUNK, MAX_PACK, Location
+from ckstore.format.manifest import MAX_CHUNK, MAX_PACK
 from ckstore.ids import HASH_BYTES, digest
 from ckstore.layout import save_of_pack
 
@@ -105,11 +105,6 @@ class FrameTable:
             self.params[row],
             self.checks[row * CHECK_BYTES : (row + 1) * CHECK_BYTES],
         )
-
-    def location(self, row: int) -> Location:
-        """Where the chunk of row `row` is."""
-        frame = self.frame(row)
-        return Location(self.pack, frame.offset, frame.stored, frame.codec, frame.param)
 
 
 def check_of(stored: bytes | bytearray | memoryview) -> bytes:

@@ -4,6 +4,6 @@
     build     tree, order, filled buffers -> the state again
     match     tree, live target -> a plan that fills the target in place, or a refusal that changed nothing
 
-`tree` is the canonical encoding between them, `paths` the names of what is inside, `listing` a table of it.
+`tree` is the canonical encoding between them, `paths` the names of what is inside, `describe` a table of it.
 Tensors of a framework are described and made by a plug-in, so nothing here imports one.
 """

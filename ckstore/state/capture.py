@@ -38,11 +38,6 @@ class Captured:
     order: bytes
     blobs: tuple[Blob, ...]
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """For each blob the path of what it holds, for people."""
-        return tuple(blob.path for blob in self.blobs)
-
 
 __all__ = ["Blob", "Captured", "capture"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckstore.state import arrays
 from ckstore.state.nodes import Array, Composite, Foreign, Mapping, Run, Sequence
-from ckstore.state.paths import Path, spell
+from ckstore.state.paths import Path, spell, spell_int
 from ckstore.state.tree import Tree
 
 
@@ -72,7 +72,8 @@ def _entry(path: str, node: object) -> Entry:
         case np.generic():
             raw = node.tobytes()
             return Entry(path, "numpy scalar", str(node.dtype), (), len(raw), str(node), form=(raw,))
-    return Entry(path, type(node).__name__, value=_short(node), form=(repr(node),))
+    spelled = spell_int(node) if type(node) is int else repr(node)
+    return Entry(path, type(node).__name__, value=_short(spelled), form=(spelled,))
 
 
 def _array(path: str, node: Array) -> Entry:
@@ -99,6 +100,5 @@ def _container(node: Mapping | Sequence | Composite) -> str:
     return f"torch {node.kind}"
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from ckstore.errors import InvalidInputError
 
 _BARE = re.compile(r"\w[\w.:+=@#-]*\Z")
+_DECIMAL_BITS = 256
+_HEXADECIMAL = re.compile(r"0x[0-9a-f]{65,}\Z")
 _WORDS = frozenset({"None", "True", "False"})
 _STEP = re.compile(r'(?:b?"(?:[^"\\]|\\.)*"|[^/"])+')
 
@@ -36,7 +38,12 @@ def spell_step(step: Step) -> str:
         return step if _is_bare(step) else json.dumps(step)
     if isinstance(step, bytes):
         return "b" + json.dumps(step.decode("latin-1"))
-    return repr(step)
+    return spell_int(step) if type(step) is int else repr(step)
+
+
+def spell_int(number: int) -> str:
+    """Decimal, or hexadecimal where that would be long: Python refuses to spell thousands of decimal digits."""
+    return repr(number) if number.bit_length() <= _DECIMAL_BITS else hex(number)
 
 
 def spell(path: Path) -> str:
@@ -45,7 +52,7 @@ def spell(path: Path) -> str:
 
 
 def _is_bare(text: str) -> bool:
-    if not _BARE.match(text) or text in _WORDS:
+    if not _BARE.match(text) or text in _WORDS or _HEXADECIMAL.match(text):
         return False
     try:
         complex(text)
@@ -108,15 +115,6 @@ class Selection:
     def unmatched(self) -> list[str]:
         """The patterns that have selected nothing."""
         return [text for number, text in enumerate(self.spelled) if number not in self.matched]
-
-
-def selects(patterns: Sequence[str] | str | None, path: Path) -> bool:
-    """Whether `path` is selected by any of `patterns` (None: everything is)."""
-    selection = Selection(patterns)
-    state = selection.start()
-    for step in path:
-        state = selection.advance(state, step)
-    return state is Selection.ALL
 
 
 def _compile(pattern: str) -> list[re.Pattern[str] | None]:

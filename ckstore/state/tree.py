@@ -1,7 +1,7 @@
 """The canonical encoding of a state's structure, and its decoding from bytes that nobody vouches for.
 
 `encode` and `encode_order` write, `decode` gives a checked `Tree` or `FormatError`: every field is in range, every
-array lies within its blob, nothing was allocated because the bytes said so. SPEC §7 is normative.
+array lies within its blob, nothing was allocated because the bytes said so. SPEC §9 is normative.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ckstore.state import fields, scalars
 from ckstore.state.nodes import Array, Composite, Container, Foreign, Mapping, Run, child_count, steps
 from ckstore.state.nodes import Sequence as ListNode
 from ckstore.state.paths import Step
+from ckstore.state.unpacking import unpack
 
 MAX_TREE = 128 << 20
 """Largest tree read, in bytes."""
@@ -59,9 +60,9 @@ def decode(data: bytes, blob_sizes: Sequence[int]) -> Tree:
     if len(data) > MAX_TREE:
         raise FormatError(f"a tree of {len(data)} bytes is over the limit of {MAX_TREE}")
     raw = _unpack(data, "a tree")
-    if not raw or len(raw) > MAX_NODES:
-        raise FormatError(f"a tree of {len(raw)} nodes; 1 to {MAX_NODES} are possible")
     nodes = [item if type(item) in scalars.PLAIN else _decode_node(item, blob_sizes) for item in raw]
+    if not nodes:
+        raise FormatError("a tree of no nodes")
     return Tree(nodes, _ends(nodes), tuple(blob_sizes), _pieces(nodes))
 
 
@@ -81,19 +82,11 @@ def decode_order(data: bytes, tree: Tree) -> dict[int, list[int]]:
     return orders
 
 
-def _unpack(data: bytes, what: str) -> list[object]:
-    if _items(data) > MAX_NODES:
-        raise FormatError(f"not {what}: {_items(data)} items where at most {MAX_NODES} are possible")
+def _unpack(data: bytes, what: str) -> Iterator[object]:
     try:
-        return msgspec.msgpack.decode(data, type=list)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, ValueError, OverflowError) as error:
-        raise FormatError(f"not {what} that this version can read") from error
-
-
-def _items(data: bytes) -> int:
-    """How many items an array in msgpack says that it holds, before any memory is taken for them."""
-    width = {0xDC: 2, 0xDD: 4}.get(data[0] if data else 0, 0)
-    return int.from_bytes(data[1 : 1 + width], "big")
+        yield from unpack(data, MAX_NODES)
+    except FormatError as error:
+        raise FormatError(f"not {what} that this version can read: {error}") from error
 
 
 def _encode_node(node: object) -> object:

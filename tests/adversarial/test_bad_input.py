@@ -26,8 +26,10 @@ import zstandard
 
 import ckstore
 from ckstore import codec, layout
+from ckstore.backend.base import Capabilities
 from ckstore.backend.fs import OsFs
 from ckstore.backend.local import LocalBackend
+from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import (
     BackendError,
     CkstoreError,
@@ -139,7 +141,6 @@ def test_a_lost_config_is_not_replaced_by_a_new_one(open_here: Open, place: Path
     [
         ({"format": 2}, "has format 2; this version reads format 1"),
         ({"reader_features": ["deltas"]}, "uses features that this version does not know: deltas"),
-        ({"writer_features": ["keyed"]}, "uses features that this version does not know: keyed"),
         ({"hash": "sha1"}, "identifies chunks by sha1"),
         ({"ids": "keyed"}, "identifies chunks by blake3-256/keyed"),
         ({"chunk_size": 2**60}, "impossible chunk size"),
@@ -160,6 +161,45 @@ def test_a_newer_or_stranger_store_is_refused_by_what_it_needs(
     with pytest.raises(FormatError, match=says):
         open_here()
     assert sorted(path for path in place.rglob("*")) == before
+
+
+def test_a_store_with_an_unknown_feature_for_writers_is_read_and_not_changed(open_here: Open, place: Path) -> None:
+    store = open_here()
+    saved = store.save({"a": 1}, step=1)
+    config = records.Config(store=store.id, writer_features=["keyed"])
+    (place / "config").write_bytes(records.encode(config))
+    store = open_here()
+    before = sorted(path for path in place.rglob("*") if path.is_file())
+    changes: list[Callable[[], object]] = [
+        lambda: store.save({"a": 2}, step=2),
+        lambda: store.prune({"keep_last": 1}),
+        lambda: store.drop(1),
+        lambda: store.gc(),
+        lambda: store.tag("best", 1),
+        lambda: store.untag("best"),
+        lambda: store.open_epoch(),
+        lambda: store.quarantine(1, "by hand"),
+        lambda: store.clear(1),
+    ]
+    for change in changes:
+        with pytest.raises(FormatError, match="needs features of writers that this version does not know: keyed"):
+            change()
+    assert store.restore() == {"a": 1}
+    assert store.snapshots() == [saved]
+    assert store.verify(mark=False).ok
+    assert store.prune({"keep_last": 1}, True).removed == ()
+    assert store.gc(dry_run=True).freed_packs == 0
+    assert sorted(path for path in place.rglob("*") if path.is_file()) == before
+
+
+def test_a_storage_that_cannot_create_exclusively_is_refused(open_here: Open) -> None:
+    class Overwriting(MemoryBackend):
+        capabilities = Capabilities(put_if_absent=False)
+
+    storage = Overwriting()
+    with pytest.raises(InvalidInputError, match="cannot hold a store"):
+        open_here(storage)
+    assert storage.list("snapshots/") == []
 
 
 def test_a_newer_envelope_is_refused_and_not_taken_for_damage(open_here: Open, place: Path) -> None:
@@ -515,18 +555,24 @@ def test_strangers_in_a_store_harm_nobody(open_here: Open, forger: Forger, name:
     assert store.restore()["b"] == 1
 
 
-@pytest.mark.parametrize("name", ["epochs/main/0000000001", "tags/best", "gc/floor/0000000001"])
+@pytest.mark.parametrize(
+    "name", ["epochs/main/0000000001", "tags/best", "gc/floor/0000000001", f"gc/proposed/{'a' * 16}"]
+)
 def test_a_torn_small_record_is_named_and_loses_nothing(open_here: Open, forger: Forger, name: str) -> None:
     store = open_here()
     for step in (1, 2):
         store.save({"a": step}, step=step)
     forger.put(name, b"torn")
-    assert any(finding.name in name for finding in store.verify().findings)
-    with pytest.raises(CorruptionError, match=name):
-        if name.startswith("gc/"):
+    assert [finding.name for finding in store.verify().findings] == [name]
+    if name.startswith("tags/"):
+        with pytest.warns(CkstoreWarning, match=name):
+            assert store.prune({"keep_last": 1}).removed == ()
+    elif name.startswith("epochs/"):
+        with pytest.warns(CkstoreWarning, match=name), pytest.raises(CorruptionError, match=name):
             store.save({"a": 3}, step=3)
-        else:
-            store.prune({"keep_last": 1})
+    else:
+        with pytest.raises(CorruptionError, match=name):
+            store.save({"a": 3}, step=3)
     (forger.place / name).unlink()
     assert [info.step for info in store.snapshots()] == [2, 1]
     store.save({"a": 3}, step=3)
@@ -538,6 +584,14 @@ def test_a_torn_small_record_stops_no_restore(open_here: Open, forger: Forger, n
     open_here().save({"a": 1}, step=1)
     forger.put(name, b"torn")
     assert open_here().restore() == open_here().restore(1) == {"a": 1}
+
+
+def test_a_torn_epoch_stops_no_restore(open_here: Open, forger: Forger) -> None:
+    open_here().save({"a": 1}, step=1)
+    forger.put("epochs/main/0000000001", b"torn")
+    for ref in ("latest", "1"):
+        with pytest.warns(CkstoreWarning, match="epoch 1 of branch main cannot be read"):
+            assert open_here().restore(ref) == {"a": 1}
 
 
 # ---- memory

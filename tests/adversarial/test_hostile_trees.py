@@ -140,6 +140,30 @@ def test_refusing_costs_no_memory() -> None:
     assert peak < 16 << 20
 
 
+MILLION = b"\xdd\x00\x10\x00\x00"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        MILLION + b"\x90" * 2**20,
+        b"\x91\x92\xa1d" + MILLION + b"\x90" * 2**20,
+        b"\x91\x94\xa1C\xa1x" + MILLION + b"\x90" * 2**20 + b"\x91\xa1a",
+        b"\x91" * 2**20 + b"\xc0",
+    ],
+    ids=["nodes", "keys", "fields", "nested"],
+)
+def test_a_megabyte_of_empty_lists_is_not_made_into_lists(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            trees.decode(data, SIZES)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
+
+
 def test_text_that_is_not_utf8_is_refused_when_read() -> None:
     data = pack(["s", 0, 0, 3])
     tree = trees.decode(data, SIZES)
@@ -171,7 +195,7 @@ def test_a_malformed_order_is_refused(order: bytes) -> None:
 
 def test_a_tree_over_its_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "MAX_NODES", 10)
-    with pytest.raises(FormatError, match="11 nodes"):
+    with pytest.raises(FormatError, match="11 items"):
         attempt(pack(["l", 10], *range(10)))
     assert attempt(pack(["l", 9], *range(9))) == list(range(9))
     monkeypatch.setattr(trees, "MAX_TREE", 20)

@@ -149,7 +149,7 @@ class Oracle:
                 verdict.newest[branch] = info.id
         verdict.tags = _tried(verdict, "tags", store.tags) or {}
         opened_epochs = _tried(verdict, "epochs", lambda: read_epochs(store._context.backend)) or {}
-        verdict.epochs = {branch: max(numbers) for branch, numbers in opened_epochs.items()}
+        verdict.epochs = {branch: epochs.newest for branch, epochs in opened_epochs.items()}
 
     def _restore_listed(self, store: Store, verdict: Verdict, when: str) -> None:
         for snapshot, info in verdict.listed.items():

@@ -223,6 +223,11 @@ def _withdrawn(world: World, rng: random.Random) -> None:
     world.add("writer", world.save(3))
 
 
+def _going_back(world: World, rng: random.Random) -> None:
+    world.add("new", world.open_epoch({"number": 0}, base="step:1"))
+    world.add("prune", world.prune(keep_last=1))
+
+
 def _takeover(world: World, rng: random.Random) -> None:
     epoch = {"number": 0}
     world.add("new", world.open_epoch(epoch))
@@ -312,6 +317,7 @@ SCENARIOS = {
         Scenario("beside drop", two, _beside_drop),
         Scenario("forced drop", one, _forced_drop),
         Scenario("takeover", two, _takeover),
+        Scenario("going back", two, _going_back),
         Scenario("withdrawn", both_condemned, _withdrawn),
         Scenario("stale index", first_removed, _stale_index),
         Scenario("stopped tagger", two, _stopped_tagger),

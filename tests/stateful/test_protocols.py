@@ -37,6 +37,7 @@ SMALL = {
     "stopped tagger": 1,
     "withdrawn": 1,
     "takeover": 1,
+    "going back": 1,
     "slow": 1,
     "two repacks": 1,
     "beside repack": 1,
@@ -70,7 +71,7 @@ def test_no_schedule_with_few_preemptions_breaks_anything(name: str) -> None:
 def _cases() -> list[Any]:
     """Every rule; those that need many schedules only in long runs."""
     rare = [pytest.mark.long, pytest.mark.timeout(1800)]
-    return [pytest.param(rule, id=rule.name, marks=rare if rule.budget > 2000 else []) for rule in RULES]
+    return [pytest.param(rule, id=rule.name, marks=rare if rule.budget > 5000 else []) for rule in RULES]
 
 
 @pytest.mark.parametrize("rule", _cases())

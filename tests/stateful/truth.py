@@ -59,8 +59,15 @@ class Truth:
         return save.sequence < self.floor.sequence and str(save) not in self.floor.live
 
     def fenced(self, commit: records.Commit) -> bool:
-        bases = [base for number, base in self.epochs[commit.branch].items() if number > commit.epoch]
-        return any(order_of(commit) > base for base in bases)
+        """Followed back from the newest epoch: each goes on from a base, and all above that base is left behind."""
+        epochs = self.epochs[commit.branch]
+        number = max(epochs, default=0)
+        while commit.epoch < number:
+            base = epochs[number]
+            if order_of(commit) > base:
+                return True
+            number = base[0] if base[0] in epochs else max((one for one in epochs if one <= base[0]), default=0)
+        return False
 
     def good(self, branch: str) -> list[records.Commit]:
         """What `latest` may mean, the best last."""

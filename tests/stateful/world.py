@@ -31,7 +31,7 @@ from ckstore.backend.base import Capabilities
 from ckstore.backend.memory import MemoryBackend, MemoryStream
 from ckstore.codec.choose import profile_named
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, ConflictError, FencedError
+from ckstore.errors import BackendError, CkstoreError, ConflictError, FencedError, NotFoundError
 from ckstore.format import manifest, records
 from ckstore.format.manifest import Location
 from ckstore.ids import SaveName
@@ -341,7 +341,7 @@ class World:
             self.saved.append(saved)
             request = writer.SaveRequest(value, branch, tags, full=full, epoch=epoch)
             try:
-                commit = writer.save(self.context(actor, commit_fault), captured(value), request)
+                commit = writer.save(self.context(actor, commit_fault), captured(value), request).record
             except CkstoreError as error:
                 saved.error = error
                 return
@@ -508,13 +508,19 @@ class World:
 
         return act
 
-    def open_epoch(self, epoch: dict[str, int], branch: str = "main") -> Callable[[Actor], None]:
-        """A new run takes over; its number goes into `epoch`."""
+    def open_epoch(
+        self, epoch: dict[str, int], branch: str = "main", base: str | None = None
+    ) -> Callable[[Actor], None]:
+        """A new run takes over, going on from `base`; its number goes into `epoch`."""
 
         def act(actor: Actor) -> None:
             best = self.truth.latest(branch)
             try:
-                epoch["number"] = self.store(actor).open_epoch(branch)
+                epoch["number"] = self.store(actor).open_epoch(branch, base=base)
+            except NotFoundError as error:
+                if base is None:
+                    self.faults.append(f"open_epoch failed: {error}")
+                return  # the base was being removed
             except ConflictError as error:
                 # Stopped for so long that its pin was given up: it is told.
                 if self.patient:

@@ -416,6 +416,52 @@ def test_when_every_snapshot_is_damaged_the_run_does_not_start_over(tmp_path: Pa
             checkpointer.resume()
 
 
+def test_what_was_damaged_is_there_again_once_it_is_repaired(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        checkpointer.save(1)
+        checkpointer.store.quarantine("step:1", "for the test")
+        with pytest.raises(ckstore.NotFoundError, match=r"the newest, step 1 \(id:.*, is quarantined"):
+            checkpointer.resume()
+        checkpointer.store.clear("step:1")
+        assert checkpointer.resume() == 1
+
+
+def test_when_every_snapshot_was_left_behind_the_run_does_not_start_over(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        for n in (3, 6, 7):
+            checkpointer.save(n)
+        store = checkpointer.store
+        store.open_epoch(base="step:3")
+        store.drop("step:3", force=True)
+        assert [(info.step, info.state) for info in store.snapshots()] == [(7, "fenced"), (6, "fenced")]
+        newest = store.resolve("step:7").id
+        with pytest.raises(ckstore.NotFoundError, match=rf"step 7 \(id:{newest}\), is left behind.*open_epoch"):
+            checkpointer.resume()
+        store.open_epoch(base=f"id:{newest}")
+        assert checkpointer.resume() == 7
+
+
+def test_when_the_only_record_cannot_be_read_the_run_does_not_start_over(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        checkpointer.save(1)
+    (record,) = (tmp_path / "store" / "snapshots").iterdir()
+    record.write_bytes(b"torn")
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        with pytest.raises(ckstore.NotFoundError, match=r"branch main was written before, .*cannot be read"):
+            checkpointer.resume()
+    with Checkpointer(tmp_path / "store", branch="new") as checkpointer:
+        assert checkpointer.resume() == 0
+
+
+def test_a_profile_is_for_a_store_that_is_opened_here(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store", profile="compact") as checkpointer:
+        assert checkpointer.store._context.profile.name == "compact"
+        with pytest.raises(ckstore.InvalidInputError, match=r"give it to the ckstore\.open of this one"):
+            Checkpointer(checkpointer.store, profile="fast")
+    with pytest.raises(ckstore.InvalidInputError, match="fast, balanced, compact"):
+        Checkpointer(tmp_path / "store", profile="")
+
+
 def test_a_newer_run_shuts_out_the_older_one(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "store") as older, Checkpointer(tmp_path / "store") as newer:
         older.resume()

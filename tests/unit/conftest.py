@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,17 @@ def damage() -> Callable[..., None]:
         path.write_bytes(data)
 
     return flip
+
+
+@pytest.fixture
+def elsewhere() -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """Gives an act that runs in a thread of its own, as another process would, and is waited for."""
+
+    def aside(act: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(act).result()
+
+        return run
+
+    return aside

@@ -118,3 +118,13 @@ def test_two_branches(store: Store) -> None:
     store.save({"a": 1}, step=1)
     store.save({"a": 2}, step=1, branch="exp")
     assert [change.path for change in store.diff("main@latest", "exp").changed] == ["a"]
+
+
+def test_huge_ints_are_shown_and_compared(store: Store) -> None:
+    huge = 10**5000
+    store.save({"x": huge, huge: np.ones(3)}, step=1)
+    store.save({"x": huge + 1, huge: np.ones(3)}, step=2)
+    shown = store.show(1).entries
+    assert [entry.path for entry in shown] == [hex(huge), "x"]
+    assert shown[1].value == hex(huge)[:57] + "..."
+    assert [change.after.path for change in store.diff(1, 2).changed] == ["x"]

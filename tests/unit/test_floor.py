@@ -9,7 +9,7 @@ import pytest
 
 from ckstore import floor, layout
 from ckstore.backend.memory import MemoryBackend
-from ckstore.errors import FencedError
+from ckstore.errors import CorruptionError, FencedError
 from ckstore.format import records
 from ckstore.history import read_floor, read_history
 from ckstore.ids import SaveName
@@ -87,7 +87,7 @@ def test_aborted_saves_go_too(open_here: Open, backend: MemoryBackend) -> None:
 
 
 def test_a_record_that_comes_late_below_the_floor_is_void_and_its_writer_is_told(
-    open_here: Open, backend: MemoryBackend
+    open_here: Open, backend: MemoryBackend, elsewhere: Callable[[Callable[[], object]], Callable[[], object]]
 ) -> None:
     """A writer is given up, its ABORT is cleared away, and only then its delayed commit arrives."""
     other = open_here(backend)
@@ -98,7 +98,7 @@ def test_a_record_that_comes_late_below_the_floor_is_void_and_its_writer_is_told
         old_store(other)
         assert floor.raise_floor(other._context, least=1) > 0
 
-    late = open_here(FaultyBackend(backend, Fault("put_if_absent", 1, meanwhile, where="snapshots/")))
+    late = open_here(FaultyBackend(backend, Fault("put_if_absent", 1, elsewhere(meanwhile), where="snapshots/")))
     with pytest.raises(FencedError, match="was given up and cleared away while it was being written"):
         late.save({"n": "late", "w": np.arange(9000)}, step=77)
     assert [info.step for info in other.snapshots()] == [9, 8]
@@ -107,7 +107,9 @@ def test_a_record_that_comes_late_below_the_floor_is_void_and_its_writer_is_told
     assert other.verify().ok
 
 
-def test_a_save_under_way_holds_the_floor_below_it(open_here: Open, backend: MemoryBackend) -> None:
+def test_a_save_under_way_holds_the_floor_below_it(
+    open_here: Open, backend: MemoryBackend, elsewhere: Callable[[Callable[[], object]], Callable[[], object]]
+) -> None:
     other = open_here(backend)
     other.save({"n": 0}, step=0)
 
@@ -115,7 +117,7 @@ def test_a_save_under_way_holds_the_floor_below_it(open_here: Open, backend: Mem
         old_store(other, 6)
         floor.raise_floor(other._context, least=1)
 
-    saving = open_here(FaultyBackend(backend, Fault("put_stream", 1, meanwhile)))
+    saving = open_here(FaultyBackend(backend, Fault("put_stream", 1, elsewhere(meanwhile))))
     info = saving.save({"n": "slow", "w": np.arange(9000)}, step=5)
     assert read_floor(backend).sequence <= info.order[1]
     assert other.restore(f"id:{info.id}")["n"] == "slow"
@@ -175,3 +177,32 @@ def test_an_announcement_keeps_the_floor_from_rising_above_it(open_here: Open, b
     floor.raise_floor(store._context, least=1)
     assert read_floor(backend).sequence == 3
     assert [one.sequence for one in read_history(store._context).saves] == [10, 9, 8, 7, 6, 5, 4, 3]
+
+
+def test_a_proposal_that_cannot_be_read_stops_saves_until_gc_has_cleared_it(
+    open_here: Open, backend: MemoryBackend
+) -> None:
+    store = open_here(backend)
+    old_store(store)
+    name = layout.proposed_floor("f" * 16)
+    backend.put(name, b"torn")
+    assert [finding.name for finding in store.verify().findings] == [name]
+    with pytest.raises(CorruptionError, match=f"{name}.*`ckstore gc` clears it away"):
+        store.save({"n": 10}, step=10)
+    assert store.restore() == {"n": 9}
+    assert floor.raise_floor(store._context, least=1) > 0
+    assert backend.list("gc/proposed/") == [name]
+    store.gc()
+    assert backend.list("gc/proposed/") == []
+    store.save({"n": 10}, step=10)
+    assert store.verify().ok
+
+
+def test_a_floor_that_cannot_be_read_says_what_to_do(open_here: Open, backend: MemoryBackend) -> None:
+    store = open_here(backend)
+    store.save({"n": 1}, step=1)
+    backend.put(layout.floor(1), b"torn")
+    with pytest.raises(CorruptionError, match=f"{layout.floor(1)}.*no save begins beside it: put it back from a copy"):
+        store.save({"n": 2}, step=2)
+    backend.delete(layout.floor(1))
+    assert store.save({"n": 2}, step=2).step == 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from ckstore import facts, layout
 from ckstore.backend.memory import MemoryBackend
-from ckstore.errors import CorruptionError, FencedError, FormatError
+from ckstore.errors import CkstoreWarning, ConflictError, CorruptionError, FencedError, FormatError
 from ckstore.format import records
 from ckstore.history import list_saves, parse_marks, read_epochs, read_floor, read_history, read_marks
 from ckstore.ids import SaveName
@@ -140,7 +141,7 @@ def test_a_fenced_run_may_still_save_to_other_branches(open_here: Callable[..., 
 def test_epochs_of_one_branch_count_up_and_of_two_do_not_meet(open_here: Callable[..., Store]) -> None:
     store = open_here()
     assert [store.open_epoch(), store.open_epoch(), store.open_epoch("exp"), store.open_epoch()] == [1, 2, 1, 3]
-    assert {branch: sorted(found) for branch, found in read_epochs(store._context.backend).items()} == {
+    assert {branch: sorted(found.bases) for branch, found in read_epochs(store._context.backend).items()} == {
         "main": [1, 2, 3], "exp": [1],
     }  # fmt: skip
 
@@ -166,8 +167,10 @@ def test_who_opens_no_epoch_follows_the_newest(open_here: Callable[..., Store]) 
 def test_an_epoch_under_another_name_is_refused(store: Store) -> None:
     record = records.Epoch("exp", 7, None, -1, current_owner())
     store._context.backend.put(layout.epoch("main", 1), records.encode(record))
-    with pytest.raises(FormatError, match="holds the record of epoch 7 of 'exp'"):
-        read_epochs(store._context.backend)
+    found = read_epochs(store._context.backend)["main"]
+    assert (found.bases, found.newest) == ({}, 1)
+    assert isinstance(found.unreadable[1], FormatError)
+    assert "holds the record of epoch 7 of 'exp'" in str(found.unreadable[1])
 
 
 def test_below_the_floor_only_what_it_lists_counts(store: Store) -> None:
@@ -220,12 +223,160 @@ def test_foreign_names_among_the_records_are_passed_over(store: Store) -> None:
     assert read_marks(store._context.backend).removed == frozenset()
 
 
-def test_a_damaged_epoch_stops_its_own_branch_only(store: Store) -> None:
+def test_names_that_are_no_epochs_are_passed_over(store: Store) -> None:
+    for name in ("README", "1", "0000000001.old", "99999999999999999999"):
+        store._context.backend.put(f"epochs/main/{name}", b"hello")
+    assert store.open_epoch() == 1
     saved(store, 1)
-    saved(store, 2, branch="exp")
-    store._context.backend.put(layout.epoch("exp", 1), b"torn")
-    assert store.restore() == {"step": 1}
-    with pytest.raises(CorruptionError, match="epochs/exp/0000000001"):
-        store.restore("branch:exp")
-    two = next(save for save, _ in read_history(store._context).commits("exp"))
-    assert store.restore(f"id:{two.nonce}") == {"step": 2}
+    assert good(store) == [1]
+
+
+# ---- an epoch that cannot be read
+
+
+def test_a_damaged_older_epoch_is_passed_over(open_here: Callable[..., Store]) -> None:
+    store = open_here()
+    for step in (1, 2, 3):
+        store.open_epoch()
+        saved(store, step)
+    store._context.backend.put(layout.epoch("main", 1), b"torn")
+    for act in (
+        lambda: good(store) == [3, 2, 1],
+        lambda: [info.state for info in store.snapshots()] == ["ok"] * 3,
+        lambda: store.restore() == {"step": 3},
+        lambda: store.save({"step": 4}, step=4).epoch == 3,
+        lambda: len(store.prune({"keep_last": 1}).removed) == 3,
+    ):
+        with pytest.warns(CkstoreWarning, match=r"epoch 1 of branch main cannot be read and is passed over: epochs/"):
+            assert act()
+
+
+def test_a_damaged_newest_epoch_stops_saves_until_another_is_opened(open_here: Callable[..., Store]) -> None:
+    one, two, late = open_here(), open_here(), open_here()
+    late.open_epoch()
+    saved(late, 1, 2)
+    two.open_epoch(base=1)
+    saved(two, 7)
+    saved(one, 5, branch="exp")
+    one._context.backend.put(layout.epoch("main", 2), b"torn")
+    with pytest.warns(CkstoreWarning, match="epoch 2 of branch main cannot be read .*a new epoch supersedes it"):
+        assert one.restore() == {"step": 7}
+    for act in (lambda: saved(one, 8), lambda: one.prune({"keep_last": 1}), lambda: one.prune({"keep_last": 1}, True)):
+        with pytest.warns(CkstoreWarning), pytest.raises(CorruptionError, match=r"Store\.open_epoch") as caught:
+            act()
+        assert caught.value.name == "epochs/main/0000000002"
+    with pytest.warns(CkstoreWarning), pytest.raises(FencedError):
+        saved(late, 9)
+    with pytest.warns(CkstoreWarning):
+        saved(one, 6, branch="exp")
+    with pytest.warns(CkstoreWarning):
+        assert len(one.prune({"keep_last": 1}, branch="exp").removed) == 1
+    with pytest.warns(CkstoreWarning):
+        saved(two, 8)  # it opened that epoch: nobody has taken over from it
+    with pytest.warns(CkstoreWarning):
+        assert one.open_epoch() == 3
+    with pytest.warns(CkstoreWarning):
+        saved(one, 9)
+    with pytest.warns(CkstoreWarning):
+        assert good(one)[:3] == [9, 8, 7]
+
+
+def test_what_a_damaged_epoch_left_behind_is_not_newer_than_what_it_saved(store: Store) -> None:
+    saved(store, 1)
+    store.open_epoch()
+    saved(store, 2)
+    (two,) = [commit for _, commit in read_history(store._context).commits() if commit.step == 2]
+    sequence = SaveName.parse(two.save).sequence + 1
+    record = msgspec.structs.replace(two, save=str(SaveName(sequence, "c" * 16)), epoch=0, step=3)
+    store._context.backend.put(f"snapshots/{record.save}", records.encode(record))
+    assert good(store) == [2, 1]
+    store._context.backend.put(layout.epoch("main", 1), b"torn")
+    with pytest.warns(CkstoreWarning):
+        assert good(store) == [2, 3, 1]
+
+
+# ---- what an epoch leaves behind
+
+
+def test_a_run_may_go_on_from_what_an_earlier_one_left_behind(open_here: Callable[..., Store]) -> None:
+    store = open_here()
+    saved(store, 1, 2, 3, 4)
+    store.open_epoch(base=1)
+    saved(store, 5)
+    assert good(store) == [5, 1]
+    store.open_epoch(base=3)
+    assert good(store) == [3, 2, 1]
+    saved(store, 6)
+    assert good(store) == [6, 3, 2, 1]
+    assert [info.state for info in store.snapshots()] == ["ok", "fenced", "fenced", "ok", "ok", "ok"]
+
+
+def taken_over_late(open_here: Callable[..., Store], then: Callable[[Store], None]) -> tuple[Store, Store]:
+    """A store about to open an epoch that stands still before it creates the record, while `then` happens."""
+    inner = MemoryBackend()
+    other = open_here(inner)
+    other.open_epoch()
+    saved(other, 1, 2, 3)
+    fault = Fault("put_if_absent", 1, lambda: then(other), where="epochs/")
+    return open_here(FaultyBackend(inner, fault)), other
+
+
+def without_pins(other: Store) -> None:
+    """The pins of whoever stands still are given up."""
+    for name in other._context.backend.list("pins/"):
+        other._context.backend.delete(name)
+
+
+def save_two_and_prune(other: Store) -> None:
+    saved(other, 6, 7)
+    without_pins(other)
+    other.prune({"keep_last": 2})
+
+
+def test_an_opener_that_stood_still_goes_on_from_what_was_saved_meanwhile(open_here: Callable[..., Store]) -> None:
+    slow, other = taken_over_late(open_here, lambda other: saved(other, 6, 7) and None)
+    assert slow.open_epoch() == 3
+    with pytest.raises(FencedError):
+        saved(other, 8)
+    assert good(slow) == [7, 6, 3, 2, 1]
+    saved(slow, 8)
+    assert good(slow) == [8, 7, 6, 3, 2, 1]
+
+
+def test_an_opener_whose_base_was_pruned_meanwhile_leaves_nothing_behind(open_here: Callable[..., Store]) -> None:
+    slow, _ = taken_over_late(open_here, save_two_and_prune)
+    assert slow.open_epoch() == 3
+    assert good(slow) == [7, 6]
+
+
+def test_a_chosen_base_that_was_pruned_meanwhile_is_an_error_and_leaves_nothing_behind(
+    open_here: Callable[..., Store],
+) -> None:
+    slow, other = taken_over_late(open_here, save_two_and_prune)
+    with pytest.raises(ConflictError, match="epoch 2 of main is open, but what it goes on from was removed meanwhile"):
+        slow.open_epoch(base=3)
+    assert good(other) == [7, 6]
+    with pytest.raises(FencedError):
+        saved(other, 8)
+
+
+def test_a_chosen_base_stays_whatever_was_saved_meanwhile(open_here: Callable[..., Store]) -> None:
+    slow, _ = taken_over_late(open_here, lambda other: saved(other, 6) and None)
+    assert slow.open_epoch(base=2) == 2
+    assert good(slow) == [2, 1]
+
+
+def test_who_was_taken_over_while_it_took_over_does_not_do_it_again(open_here: Callable[..., Store]) -> None:
+    inner = MemoryBackend()
+    newest = open_here(inner)
+    saved(newest, 1)
+
+    def overtake() -> None:
+        newest.open_epoch()
+        saved(newest, 2)
+
+    slow = open_here(FaultyBackend(inner, Fault("put_if_absent", 1, overtake, after=True, where="epochs/")))
+    assert slow.open_epoch() == 1
+    with pytest.raises(FencedError):
+        saved(slow, 3)
+    assert good(newest) == [2, 1]

@@ -484,3 +484,17 @@ def test_readers_keep_one_slot_each(path: Path, index: ChunkIndex) -> None:
         env = sealed._shared[os.path.realpath(path)]._env
         assert env is not None
         assert env.info()["num_readers"] == 1
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_file_that_was_cut_under_an_open_index_kills_nobody(tmp_path: Path, size: int) -> None:
+    child = (
+        "import glob, os, sys, ckstore\n"
+        "store = ckstore.open(sys.argv[1] + '/store', create=True, cache_dir=sys.argv[1] + '/cache')\n"
+        "store.save({'a': b'x' * 9000}, step=1)\n"
+        "(data,) = glob.glob(sys.argv[1] + '/cache/*/data.mdb')\n"
+        f"os.truncate(data, {size})\n"
+        "store.save({'a': b'y' * 9000}, step=2)\n"
+        "store.save({'a': b'y' * 9000}, step=3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", child, str(tmp_path)], check=False).returncode == 0

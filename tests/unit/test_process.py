@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from ckstore import layout
-from ckstore.process import Owner, current_owner, token_is_gone
+from ckstore.process import Owner, _owner_of, current_owner, token_is_gone
 
 NOBODY = 2**22 + 1
 """A pid that Linux never gives."""
@@ -84,6 +86,37 @@ def test_elsewhere_nothing_is_certain() -> None:
 @pytest.mark.skipif(not current_owner().machine, reason="this machine has no id")
 def test_an_earlier_boot_of_this_machine_is_gone() -> None:
     assert changed(current_owner(), boot="an earlier one").is_gone() is True
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """Who this process is, is asked anew before and after."""
+    _owner_of.cache_clear()
+    yield
+    _owner_of.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("uuid", ["4C4C4544-0000-2010-8020-80C04F202020\n", None])
+def test_a_clone_of_this_machine_is_another_one(
+    uuid: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its /etc/machine-id is ours: what tells it apart is the UUID of its hardware, else its host name."""
+    (tmp_path / "machine-id").write_text("0123456789abcdef0123456789abcdef\n")
+    monkeypatch.setattr("ckstore.process.MACHINE_ID", str(tmp_path / "machine-id"))
+    monkeypatch.setattr("ckstore.process.PRODUCT_UUID", str(tmp_path / "uuid"))
+    if uuid is not None:
+        (tmp_path / "uuid").write_text(uuid)
+    ours = current_owner()
+    theirs = changed(ours, boot="of the clone")
+    assert theirs.is_gone() is True  # as long as nothing tells them apart
+    _owner_of.cache_clear()
+    if uuid is None:
+        monkeypatch.setattr("os.uname", lambda: SimpleNamespace(nodename="the clone"))
+    else:
+        (tmp_path / "uuid").write_text(uuid.replace("4C", "5D"))
+    assert current_owner().machine != ours.machine
+    assert theirs.is_gone() is False
 
 
 def test_a_process_that_proc_hides_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

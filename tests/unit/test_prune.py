@@ -10,14 +10,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 import ckstore
 from ckstore import announce, facts, layout
 from ckstore.backend.memory import MemoryBackend
-from ckstore.errors import BackendError, CkstoreError, InvalidInputError, NotFoundError
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    CkstoreWarning,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+)
+from ckstore.format import records
 from ckstore.ids import SaveName
+from ckstore.process import _start_of, current_owner
 from ckstore.store import Store
 from ckstore.testing.faults import Fault, FaultyBackend
 
@@ -150,7 +160,9 @@ def test_what_a_reader_has_pinned_is_spared_until_it_is_done(store: Store, open_
     assert steps(store) == [2]
 
 
-def test_what_a_save_builds_upon_is_spared(open_here: Open, noise: Noise) -> None:
+def test_what_a_save_builds_upon_is_spared(
+    open_here: Open, noise: Noise, elsewhere: Callable[[Callable[[], object]], Callable[[], object]]
+) -> None:
     inner = MemoryBackend()
     other = open_here(inner)
     fill(other, noise, 1)
@@ -160,7 +172,7 @@ def test_what_a_save_builds_upon_is_spared(open_here: Open, noise: Noise) -> Non
         fill(other, noise, 2)
         spared.append(list(other.prune({"keep_last": 1}).spared.values()))
 
-    saver = open_here(FaultyBackend(inner, Fault("put_stream", 1, prune_now)))
+    saver = open_here(FaultyBackend(inner, Fault("put_stream", 1, elsewhere(prune_now))))
     saver.save({"own": noise(7, 5), "shared": noise(0, 5)}, step=7)
     assert spared == [["save of step 7 on main"]]
     assert steps(other) == [1, 2, 7]
@@ -305,6 +317,70 @@ def test_a_short_name_never_drops_an_unreadable_record_in_place_of_a_tag(
 # ---- a tag beside a removal
 
 
+def test_a_tag_that_cannot_be_read_may_name_anything(store: Store, noise: Noise, place: Path) -> None:
+    fill(store, noise, 1, 2, 3)
+    store.tag("best", 1)
+    (place / "tags/best").write_bytes(b"torn")
+    told = "tag 'best' cannot be read and is passed over: tags/best: .*`ckstore tag STORE --delete best` forgets it"
+    with pytest.warns(CkstoreWarning, match=told):
+        report = store.prune({"keep_last": 1})
+    assert (report.removed, set(report.spared.values())) == ((), {"a tag that cannot be read may name it"})
+    with pytest.warns(CkstoreWarning, match=told):
+        assert [(info.step, info.state) for info in store.snapshots()] == [(3, "ok"), (2, "ok"), (1, "ok")]
+    with pytest.warns(CkstoreWarning, match=told):
+        assert store.drop(2).removed == ()
+    with pytest.warns(CkstoreWarning, match=told):
+        assert store.show(1).info.tags == ()
+    with pytest.warns(CkstoreWarning, match=told), pytest.raises(CorruptionError, match="tags/best"):
+        store.restore("tag:best")
+    store.untag("best")
+    assert len(store.prune({"keep_last": 1}).removed) == 2
+
+
+def test_a_tag_that_cannot_be_read_is_set_anew(store: Store, noise: Noise, place: Path) -> None:
+    fill(store, noise, 1, 2)
+    store.tag("best", 1)
+    (place / "tags/best").write_bytes(b"torn")
+    with pytest.warns(CkstoreWarning):
+        info = store.tag("best", 2)
+    assert store.tags() == {"best": info.id}
+
+
+def moving_to_3(open_here: Open, noise: Noise, fault: Fault) -> tuple[Store, Store]:
+    inner = MemoryBackend()
+    other = open_here(inner)
+    fill(other, noise, 1, 2, 3)
+    other.tag("best", 1)
+    backend = FaultyBackend(inner, fault)
+    return open_here(backend), other
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_tag_that_could_not_move_names_what_it_named_before(open_here: Open, noise: Noise, after: bool) -> None:
+    store, other = moving_to_3(open_here, noise, Fault("put", 1, BackendError("down"), after=after, where="tags/"))
+    with pytest.raises(BackendError, match="down"):
+        store.tag("best", 3)
+    assert other.tags() == {"best": other.resolve(1).id}
+
+
+def test_a_tag_that_moved_to_what_is_being_removed_goes_back(open_here: Open, noise: Noise) -> None:
+    seen = []
+
+    def meanwhile() -> None:
+        # The tag has moved; somebody removes its new snapshot, and somebody else prunes, which spares the former one.
+        seen.append(other.tags() == {"best": other.resolve(3).id})
+        facts.add(other._context, name_of(other, 3), "condemned-x", {})
+        seen.append(other.prune({"keep_last": 1}).spared[other.resolve(1).id])
+
+    store, other = moving_to_3(open_here, noise, Fault("put", 1, meanwhile, after=True, where="tags/"))
+    with pytest.raises(NotFoundError, match="is being removed"):
+        store.tag("best", 3)
+    assert seen == [True, "tag best"]
+    assert other.tags() == {"best": other.resolve(1).id}
+    other.gc(patience=0)
+    assert steps(other) == [1, 2]
+
+
 def test_a_tag_on_what_is_being_removed_is_refused(store: Store, noise: Noise) -> None:
     fill(store, noise, 1, 2)
     facts.add(store._context, name_of(store, 1), "condemned-x", {})
@@ -369,3 +445,27 @@ def test_a_save_whose_process_is_gone_holds_no_prune_back(tmp_path: Path) -> Non
         report = store.prune({"keep_last": 1})
         assert (len(report.removed), report.spared) == (1, {})
         assert store.status().undecided == []
+
+
+def test_what_a_living_remover_condemned_is_left_to_it(store: Store, noise: Noise) -> None:
+    fill(store, noise, 1, 2)
+    save, backend = name_of(store, 1), store._context.backend
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        author = msgspec.structs.replace(current_owner(), pid=child.pid, start=_start_of(child.pid) or 0)
+        mark = records.Mark("condemned-other", 0.0, author)
+        backend.put(layout.mark(save, "condemned-other"), records.encode(mark))
+        store.gc()
+        assert steps(store) == [1, 2]
+        child.kill()
+    store.gc()
+    assert steps(store) == [2]
+
+
+def test_what_a_dead_remover_condemned_and_people_tagged_is_in_use_again(store: Store, noise: Noise) -> None:
+    fill(store, noise, 1, 2)
+    store.tag("best", 1)
+    author = msgspec.structs.replace(current_owner(), pid=current_owner().pid, start=0)
+    mark = records.Mark("condemned-dead", 0.0, author)
+    store._context.backend.put(layout.mark(name_of(store, 1), "condemned-dead"), records.encode(mark))
+    store.gc()
+    assert [info.state for info in store.snapshots()] == ["ok", "ok"]

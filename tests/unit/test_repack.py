@@ -6,14 +6,16 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ckstore import layout
+from ckstore import facts, layout, repack
 from ckstore.backend.base import Backend
 from ckstore.backend.memory import MemoryBackend
-from ckstore.errors import BackendError
+from ckstore.errors import BackendError, FencedError
+from ckstore.floor import raise_floor
 from ckstore.history import read_marks
 from ckstore.store import Store
 from ckstore.testing.faults import Fault, FaultyBackend
@@ -59,11 +61,15 @@ def test_a_sparse_pack_gives_its_live_frames_to_a_new_one(
     assert before - sum(backend.stat(name) for name in now) >= 16 * 4096
     assert np.array_equal(prepared.restore()["kept"], noise(2, 2))
     assert prepared.verify().ok
+    # The old mark stands as long as the pack may, so that no listing misses both marks.
+    assert read_marks(backend).relocating.keys() == read_marks(backend).relocated == set(old) - set(now)
+    prepared.gc()
     assert read_marks(backend).relocating == {}
 
 
 def test_another_gc_leaves_it_alone(prepared: Store, backend: MemoryBackend) -> None:
     prepared.gc()
+    prepared.gc()  # takes back the mark of what is gone now
     names = backend.list("packs/"), backend.list("snapshots/"), backend.list("marks/")
     found = prepared.gc()
     assert (found.freed_bytes, found.freed_packs) == (0, 0)
@@ -299,3 +305,72 @@ def test_a_snapshot_whose_manifest_cannot_be_read_keeps_its_packs(
     store.gc()
     backend.put(name, whole)
     assert np.array_equal(store.restore(2, keys="p0")["p0"], noise(0, 40))
+
+
+def many(noise: Noise, seed: int) -> dict[str, np.ndarray]:
+    """Forty blobs of a chunk each, in one pack."""
+    return {f"{seed}.{i:02}": noise(100 * seed + i, 1) for i in range(40)}
+
+
+def first(state: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    return dict(list(state.items())[:count])
+
+
+def raise_the_floor(store: Store) -> None:
+    for step in range(3):
+        store.save({"x": step}, step=step, branch="other")
+    store.prune({"keep_last": 1}, branch="other")
+    assert raise_floor(store._context, least=1) > 0
+
+
+def test_a_floor_leaves_every_step_of_a_chain_of_moves(
+    open_here: Open, backend: MemoryBackend, noise: Noise
+) -> None:
+    """After two repacks the first one's packs are gone, but its record is on the way to the frames."""
+    store = open_here(backend)
+    state = many(noise, 1)
+    for step, count in enumerate((40, 10, 2)):
+        store.save(first(state, count), step=step)
+    for gone in (0, 1):
+        store.drop(gone)
+        store.gc()
+    raise_the_floor(store)
+    store.gc()
+    fresh = open_here(backend)
+    assert all(np.array_equal(fresh.restore(2)[key], state[key]) for key in first(state, 2))
+    assert fresh.verify().ok
+
+
+def test_a_repack_that_was_given_up_and_forgotten_is_not_completed(
+    open_here: Open, backend: MemoryBackend, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still between its marks; meanwhile it is aborted, and a floor clears even that away."""
+    store, other = open_here(backend), open_here(backend)
+    states = {1: many(noise, 1), 2: many(noise, 2)}
+    for seed, state in states.items():
+        store.save(state, step=0, branch=f"b{seed}")
+        store.save(first(state, 2), step=1, branch=f"b{seed}")
+        store.drop(f"b{seed}@0")
+    add = facts.add
+
+    def stand_still(context: Any, save: Any, fact: str, *rest: Any, **more: Any) -> str:
+        name = add(context, save, fact, *rest, **more)
+        if fact.startswith("relocating"):
+            monkeypatch.setattr(facts, "add", add)
+            monkeypatch.setattr("ckstore.store.repack.repack", lambda *_, **__: 0)
+            other.gc(patience=0)
+            raise_the_floor(other)
+        return name
+
+    wake = repack.repack
+    monkeypatch.setattr(facts, "add", stand_still)
+    with pytest.raises(FencedError):
+        wake(store._context)
+    monkeypatch.undo()
+    for _ in range(2):
+        open_here(backend).gc()
+    fresh = open_here(backend)
+    for seed, state in states.items():
+        found = fresh.restore(f"b{seed}@1")
+        assert all(np.array_equal(found[key], state[key]) for key in first(state, 2))
+    assert fresh.verify().ok

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +124,10 @@ def test_a_disk_without_room_for_anything_makes_no_store(open_here: Open, place:
     with pytest.raises(BackendError, match="the storage is full"):
         open_here(LocalBackend(place, disk))
     assert not (place / layout.CONFIG).exists()
+
+
+def test_the_reserve_does_not_compress(open_here: Open, place: Path) -> None:
+    open_here()
+    kept = (place / layout.RESERVE).read_bytes()
+    assert len(kept) == RESERVE_BYTES
+    assert len(zlib.compress(kept)) > RESERVE_BYTES * 0.99

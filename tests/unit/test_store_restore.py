@@ -18,6 +18,7 @@ from ckstore.backend.fs import OsFs
 from ckstore.backend.local import LocalBackend
 from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import BackendError, CkstoreWarning, CorruptionError, MismatchError, NotFoundError
+from ckstore.history import read_history
 from ckstore.known import read_manifest
 from ckstore.store import Store
 from ckstore.testing.faults import Fault, FaultyBackend, FaultyFs
@@ -222,6 +223,51 @@ def test_a_snapshot_removed_while_it_is_read_is_gone_and_not_damaged(open_here: 
     with pytest.raises(NotFoundError, match=r"snapshot .* \(step 1\) was removed while it was being read"):
         store.restore(1)
     assert [name for name in inner.list("marks/") if "quarantined" in name] == []
+
+
+def test_a_damaged_frame_is_marked_when_its_snapshot_is_live_and_not_when_it_was_removed_meanwhile(
+    open_here: Open, noise: Noise
+) -> None:
+    def marked(meanwhile: Callable[[Store, MemoryBackend], object]) -> list[str]:
+        inner = MemoryBackend()
+        other = open_here(inner)
+        other.save({"a": noise(1, 3)}, step=1)
+        pack, offset = places(other)[0]
+        other.save({"a": noise(2, 3)}, step=2)
+        broken = bytearray(inner.get(pack, limit=1 << 30))
+        broken[offset] ^= 1
+        inner.put(pack, bytes(broken))
+        store = open_here(FaultyBackend(inner, Fault("get_into", 1, lambda: meanwhile(other, inner), where="packs/")))
+        with warnings.catch_warnings(), pytest.raises((NotFoundError, CorruptionError)):
+            warnings.simplefilter("ignore", CkstoreWarning)
+            store.restore(1)
+        return [name for name in inner.list("marks/") if "damaged" in name]
+
+    def remove(other: Store, inner: MemoryBackend) -> None:
+        for name in inner.list("pins/"):
+            inner.delete(name)  # as if this reader had been given up
+        _, info = other._find(1)
+        inner.put(layout.mark(other._save_name(info), "removed"), b"")
+
+    assert len(marked(lambda other, inner: None)) == 1
+    assert marked(remove) == []
+
+
+def test_other_places_of_damaged_chunks_are_looked_up_once(
+    store: Store, noise: Noise, place: Path, damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": noise(1, 8)}
+    store.save(state, step=1)
+    damaged = places(store)
+    store.save(state, step=2, full=True)
+    for pack, offset in damaged:
+        damage(place / pack, offset)
+    looked: list[Store] = []
+    monkeypatch.setattr("ckstore.reader.read_history", lambda context: (looked.append(store), read_history(context))[1])
+    assert np.array_equal(store.restore(1)["a"], state["a"])
+    assert len(damaged) == 8
+    assert len(looked) == 2  # for other places, and before the damage is marked
+    assert len(store._context.backend.list("marks/")) == 8
 
 
 # ---- into live objects

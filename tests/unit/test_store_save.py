@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from ckstore.backend.local import LocalBackend
 from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import (
     BackendError,
+    CkstoreError,
+    CkstoreWarning,
     FencedError,
     InvalidInputError,
     NoSpaceError,
@@ -24,7 +27,7 @@ from ckstore.errors import (
     UnsupportedTypeError,
 )
 from ckstore.ids import SaveName
-from ckstore.store import Store
+from ckstore.store import Store, open_store
 from ckstore.testing.faults import CountingBackend, Fault, FaultyBackend, FaultyFs
 
 Noise = Callable[..., np.ndarray]
@@ -195,11 +198,15 @@ def test_an_outcome_that_cannot_be_known_says_so(open_here: Open) -> None:
         store.save({"a": 1}, step=1)
 
 
-def test_a_tag_that_cannot_be_set_does_not_hide_that_the_snapshot_is_saved(open_here: Open) -> None:
-    store = open_here(FaultyBackend(MemoryBackend(), Fault("put", 1, BackendError("down"), where="tags/")))
-    with pytest.raises(BackendError, match=r"snapshot [0-9a-f]{16} is saved, but could not be tagged 'best': down"):
-        store.save({"a": 1}, step=1, tags=["best"])
-    assert [info.step for info in store.snapshots()] == [1]
+@pytest.mark.parametrize("error", [BackendError("down"), NotFoundError("is being removed")])
+def test_a_tag_that_cannot_be_set_does_not_hide_that_the_snapshot_is_saved(
+    open_here: Open, error: CkstoreError
+) -> None:
+    store = open_here(FaultyBackend(MemoryBackend(), Fault("put", 1, error, where="tags/")))
+    with pytest.warns(CkstoreWarning, match=rf"snapshot [0-9a-f]{{16}} is saved, but could not be tagged 'a': {error}"):
+        info = store.save({"a": 1}, step=1, tags=["a", "best"])
+    assert info.tags == ("best",)
+    assert [(info.step, info.tags) for info in store.snapshots()] == [(1, ("best",))]
 
 
 def test_packs_written_before_the_failure_are_deleted(
@@ -348,3 +355,31 @@ def test_a_closed_store_still_answers(store: Store) -> None:
     assert store.restore() == {"a": 1}
     assert repr(store) == f"<ckstore.Store {store.url}>"
     assert len(store.id) == 32
+
+
+@pytest.mark.parametrize("profile", ["fast", "balanced"])
+def test_a_state_that_changes_while_it_is_saved_is_refused(tmp_path: Path, profile: str) -> None:
+    """Raw frames too: what was hashed is not what was written."""
+    noise = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
+    backend = FaultyBackend(MemoryBackend(), Fault("append", 3, lambda: noise.__setitem__(slice(None), 7)))
+    store = open_store(backend, create=True, profile=profile, cache_dir=tmp_path)
+    with pytest.raises(InvalidInputError, match="changed while it was being saved"):
+        store.save({"noise": noise}, step=1)
+    assert store.snapshots() == []
+    store.save({"noise": noise}, step=1)
+    assert store.verify().ok
+
+
+def test_a_store_that_was_replaced_takes_no_more_saves(tmp_path: Path) -> None:
+    place = tmp_path / "replaced"
+    old = open_store(place, create=True, cache_dir=tmp_path / "cache")
+    old.save({"x": 1}, step=1)
+    shutil.rmtree(place)
+    place.mkdir()
+    with pytest.raises(CkstoreError):
+        old.save({"x": 2}, step=2)
+    new = open_store(place, create=True, cache_dir=tmp_path / "cache")
+    new.save({"x": "new"}, step=1)
+    with pytest.raises(CkstoreError):
+        old.save({"x": 3}, step=3)
+    assert [info.step for info in new.snapshots()] == [1]

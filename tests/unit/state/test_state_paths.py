@@ -9,11 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckstore.errors import InvalidInputError, NotFoundError
-from ckstore.state.paths import Part, selects, spell
+from ckstore.state.paths import Part, Path, Selection, spell
 from ckstore.testing.states import there_and_back
 
 KEYS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 PATHS = st.lists(KEYS, max_size=4).map(tuple)
+BIG = 10**5000
+
+
+def selects(pattern: str, path: Path) -> bool:
+    """Whether `pattern` selects `path`."""
+    selection = Selection(pattern)
+    state = selection.start()
+    for step in path:
+        state = selection.advance(state, step)
+    return state is Selection.ALL
 
 
 @pytest.mark.parametrize(
@@ -29,6 +39,7 @@ PATHS = st.lists(KEYS, max_size=4).map(tuple)
         ((b"raw\xff", 1.5, -math.inf, 2j, -3), 'b"raw\\u00ff"/1.5/-inf/2j/-3'),
         (("w", Part("indices")), "w/.indices"),
         (("größe", "\ud800"), 'größe/"\\ud800"'),
+        ((BIG, hex(BIG), -BIG, 2**255), f'{hex(BIG)}/"{hex(BIG)}"/{hex(-BIG)}/{2**255}'),
     ],
 )
 def test_spelling(path: tuple[object, ...], spelled: str) -> None:

@@ -352,7 +352,7 @@ def test_small_leaves_are_bundled_by_kind_and_large_ones_stand_alone() -> None:
     }
     state["model"]["big"] = np.ones(1 << 16, np.float32)
     captured = capture(state, chunk_size=CHUNK_SIZE)
-    assert captured.paths == (
+    assert tuple(blob.path for blob in captured.blobs) == (
         "model/big",
         "model/l0.weight and 4 more",
         "optim/0/count and 2 more",
@@ -363,7 +363,7 @@ def test_small_leaves_are_bundled_by_kind_and_large_ones_stand_alone() -> None:
 
 def test_a_flat_state_dict_is_bundled_too() -> None:
     captured = capture({f"l{i}.weight": np.ones(10, np.float32) for i in range(9)}, chunk_size=CHUNK_SIZE)
-    assert captured.paths == ("l0.weight and 8 more",)
+    assert tuple(blob.path for blob in captured.blobs) == ("l0.weight and 8 more",)
 
 
 def test_a_bundle_ends_at_the_chunk_size() -> None:
