@@ -24,6 +24,7 @@ from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.pack import read_frame
 from ckstore.relocation import Relocations
+from ckstore.threads import submit
 
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -85,7 +86,7 @@ def read_pieces(context: Context, wanted: Iterable[Piece]) -> None:
     ordered = sorted(wanted, key=lambda piece: (piece.place.pack, piece.place.offset))
     elsewhere = _Elsewhere(context, frozenset(piece.id for piece in ordered))
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="ckstore-read") as pool:
-        futures: list[Future[None]] = [pool.submit(_fill, piece, elsewhere) for piece in ordered]
+        futures: list[Future[None]] = [submit(pool, _fill, piece, elsewhere) for piece in ordered]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         failed = next((future for future in futures if future in done and future.exception()), None)
         if failed is not None:

@@ -94,6 +94,12 @@ def _floating(history: History, ref: Ref) -> Iterator[Found]:
     if not ref.value and not ref.branch and len(branches) == 1 and branches != [MAIN]:
         yield from _floating(history, Ref("branch", branches[0]))
         return
+    aside = sum(1 for save, _ in history.commits(branch) if save in history.marks.quarantined)
+    if aside:
+        raise NotFoundError(
+            f"no good snapshot on branch {branch}: {aside} of its snapshots are quarantined, as they were found "
+            "damaged; `ckstore ls` shows them, `ckstore clear` takes one back once it is whole again"
+        )
     others = f"; branches with snapshots: {', '.join(branches)}" if branches else "; the store holds no snapshot"
     raise NotFoundError(f"no good snapshot on branch {branch}{others}")
 

@@ -261,6 +261,8 @@ class Store:
     ) -> PruneReport:
         """Remove the snapshots that `policy` does not keep, and free what only they needed."""
         checked = Retention.of(policy)
+        if branch is not None and branch not in (there := read_history(self._context).branches()):
+            raise NotFoundError(f"there is no snapshot on branch {branch!r}; branches: {', '.join(there) or 'none'}")
         if dry_run:
             return prune.report_plan(prune.plan_prune(self._context, checked, branch))
         self._check_writable()

@@ -194,7 +194,7 @@ class Verifier:
             history.decision(save)
         for save, error in sorted(history.damaged.items()):
             if save not in history.marks.removed:
-                self._find(layout.snapshot(save), str(error), None, [])
+                self._find(layout.snapshot(save), _what(error), None, [])
         self._try(layout.CONFIG, lambda: _read(backend, layout.CONFIG, records.Config), [])
         for name in backend.list(layout.TAGS):
             self._try(name, lambda n=name: _read(backend, n, records.Tag), [])  # type: ignore[misc]

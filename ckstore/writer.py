@@ -29,6 +29,7 @@ from ckstore.pack import PackWriter
 from ckstore.process import current_owner
 from ckstore.state.capture import Blob, Captured
 from ckstore.tags import put_tag
+from ckstore.threads import submit
 
 PACK_BYTES = 64 << 20
 """A pack is closed once it holds this much: what is held in memory until it is durable."""
@@ -232,7 +233,7 @@ class ChunkWriter:
                     plain = blob.load()
                     choice = choose(self._context.profile, blob.kind, blob.itemsize, sample_of(plain))
                     for start, stop in chunking.cut(blob.nbytes, self._context.config.chunk_size):
-                        pending.append(pool.submit(self._prepare, plain[start:stop], choice))
+                        pending.append(submit(pool, self._prepare, plain[start:stop], choice))
                         if len(pending) > 2 * WORKERS:
                             ids.append(self._place(pending.popleft().result()))
                 while pending:

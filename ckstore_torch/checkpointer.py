@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import ckstore
 from ckstore import Retention
+from ckstore.arguments import name_of
 from ckstore.errors import CkstoreError, InvalidInputError, NotFoundError
 from ckstore_torch.run_state import Objects, RunState
 
@@ -36,8 +37,9 @@ class Checkpointer:
 
     `n` counts the steps that are *done*. `model`, `optimizer`, `scheduler` and `dataloader` are one object or a mapping
     of them; `extra` takes by name whatever else must come back: objects with `state_dict` and `load_state_dict`,
-    tensors, arrays, dicts and lists (all filled in place), and random number generators. Those of Python, NumPy, torch
-    and CUDA are always kept. Gradients are not: call `step` when they are no longer needed.
+    tensors and arrays (filled in place), dicts and lists (given the values that were saved: a tensor in one that others
+    refer to should be given by itself), and random number generators. Those of Python, NumPy, torch and CUDA are always
+    kept. Gradients are not: call `step` when they are no longer needed.
 
     `save_every` steps are saved by `step` (None: only `save` saves), every `full_every`-th of them readable without any
     earlier snapshot. `keep` is a number of snapshots, a `ckstore.Retention` or a mapping: after each save the others of
@@ -63,6 +65,10 @@ class Checkpointer:
         for name, every in (("save_every", save_every), ("full_every", full_every)):
             if every is not None and (type(every) is not int or every < 1):
                 raise InvalidInputError(f"{name} is a whole number of steps, 1 or more, not {every!r}")
+        if extra is not None and not isinstance(extra, Mapping):
+            kind = type(extra).__name__
+            raise InvalidInputError(f"extra takes objects by name, as in extra={{'ema': ema}}, not a {kind}")
+        name_of("branch", branch)
         self._state = RunState(Objects(model, optimizer, scheduler, dataloader, dict(extra or {})))
         self._save_every = save_every
         self._full_every = full_every
@@ -187,7 +193,10 @@ def _policy(keep: int | Retention | Mapping[str, Any] | None) -> Retention | Non
 def _plain_number(name: str, value: Any) -> int | float:
     """A metric as a Python number; tensors and arrays of one element are read."""
     if hasattr(value, "item"):
-        value = value.item()
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError) as error:
+            raise InvalidInputError(f"metric {name!r} is one number, not several: {error}") from error
     if isinstance(value, bool | numbers.Real):
         return int(value) if isinstance(value, int) else float(value)
     raise InvalidInputError(f"metric {name!r} is a number, not {type(value).__name__}")

@@ -31,10 +31,10 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
         raise InvalidInputError(f"not the place of a store: {text!r}; use {_KNOWN}")
     found = _SCHEME.match(text)
     if not found:
-        return LocalBackend(text)
+        return _local(os.path.expanduser(text))
     scheme = (found[1] or found[2]).lower()
     if scheme == "file":
-        return LocalBackend(_file_path(text))
+        return _local(_file_path(text))
     if scheme == "memory":
         return _shared_memory(check_label("store in memory", text[found.end() :]))
     raise InvalidInputError(f"no storage is known for {scheme}:// URLs; use {_KNOWN}")
@@ -47,6 +47,13 @@ def backend_of(store: object) -> Backend:
     if all(callable(getattr(store, verb, None)) for verb in ("put", "put_if_absent", "get_into", "list", "sync")):
         return cast(Backend, store)
     raise InvalidInputError(f"not the place of a store: {store!r}; use {_KNOWN}, or a backend")
+
+
+def _local(path: str) -> LocalBackend:
+    try:
+        return LocalBackend(path)
+    except FileNotFoundError as error:
+        raise InvalidInputError(f"{path} is relative to a working directory that is gone; use a full path") from error
 
 
 def _file_path(url: str) -> str:

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import ckstore
 from ckstore import prune
+from ckstore.errors import FencedError, InvalidInputError
 from ckstore.ids import SaveName
 from ckstore_torch import Checkpointer, SeededLoader
 
@@ -588,3 +589,33 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_plain_one(tmp_path: Pa
     with Checkpointer(tmp_path / "store", model=fresh) as checkpointer:
         checkpointer.resume()
     assert fresh.weight.tolist() == model.weight.tolist()
+
+
+@pytest.mark.parametrize("extra", [[1], "x", 5])
+def test_extra_is_a_mapping(tmp_path: Path, extra: Any) -> None:
+    with pytest.raises(InvalidInputError, match="by name"):
+        Checkpointer(tmp_path / "store", extra=extra)
+
+
+def test_a_metric_of_several_numbers_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "store", save_every=1) as checkpointer:
+        checkpointer.resume()
+        with pytest.raises(InvalidInputError, match="one number"):
+            checkpointer.step(1, loss=torch.ones(2))
+        assert checkpointer.step(1, n=3.0) is not None
+
+
+def test_an_impossible_branch_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="branch"):
+        Checkpointer(tmp_path / "store", branch="a/b")
+
+
+def test_two_checkpointers_on_one_open_store_fence_each_other(tmp_path: Path) -> None:
+    with ckstore.open(tmp_path / "store", create=True, cache_dir=tmp_path / "cache") as store:
+        older, newer = Checkpointer(store), Checkpointer(store)
+        older.resume()
+        older.save(1)
+        assert newer.resume() == 1
+        with pytest.raises(FencedError):
+            older.save(2)
+        assert newer.save(2).step == 2

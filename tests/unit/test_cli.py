@@ -536,12 +536,17 @@ def test_prune_says_first_and_does_then(shell: Shell) -> None:
         (["--keep-within", "7d"], [300, 200, 100]),
         (["--keep-best", "max:loss"], [300, 200, 100]),
         (["--keep-best", "loss"], [300, 200]),
-        (["--keep-last", "1", "--branch", "other"], [300, 200, 100]),
+        (["--keep-last", "1", "--branch", "main"], [300, 200]),
     ],
 )
 def test_prune_by_each_rule(shell: Shell, rule: list[str], kept: list[int]) -> None:
     shell.json("prune", shell.place, *rule)
     assert [one["step"] for one in shell.json("ls", shell.place)["snapshots"]] == kept
+
+
+def test_prune_of_a_misspelled_branch_is_an_error(shell: Shell) -> None:
+    found = shell.run("prune", shell.place, "--keep-last", "1", "--branch", "mian")
+    assert (found.exit_code, "no snapshot on branch 'mian'" in found.stderr) == (3, True)
 
 
 def test_prune_drops_one_snapshot_but_not_one_in_use(shell: Shell) -> None:

@@ -469,3 +469,9 @@ def test_what_a_dead_remover_condemned_and_people_tagged_is_in_use_again(store: 
     store._context.backend.put(layout.mark(name_of(store, 1), "condemned-dead"), records.encode(mark))
     store.gc()
     assert [info.state for info in store.snapshots()] == ["ok", "ok"]
+
+
+def test_a_branch_that_is_not_there_is_said_so(store: Store, noise: Noise) -> None:
+    fill(store, noise, 1)
+    with pytest.raises(NotFoundError, match="no snapshot on branch 'mian'; branches: main"):
+        store.prune({"keep_last": 1}, branch="mian")

@@ -460,3 +460,10 @@ def test_a_read_only_store_refuses_changes_in_one_clear_error(
     with pytest.raises(BackendError, match="Read-only file system"):
         change(read_only)
     assert [(info.step, info.state) for info in open_here().snapshots()] == [(2, "ok"), (1, "ok")]
+
+
+def test_a_branch_of_damaged_snapshots_says_so(store: Store) -> None:
+    store.save({"x": 1}, step=1)
+    store.quarantine(1, "seen")
+    with pytest.raises(NotFoundError, match="1 of its snapshots are quarantined"):
+        store.restore()
