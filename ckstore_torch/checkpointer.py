@@ -66,7 +66,7 @@ class Checkpointer:
             if every is not None and (type(every) is not int or every < 1):
                 raise InvalidInputError(f"{name} is a whole number of steps, 1 or more, not {every!r}")
         if extra is not None and not isinstance(extra, Mapping):
-            kind = type(extra).__name__
+            kind = type(extra).__name__  # type: ignore[unreachable]
             raise InvalidInputError(f"extra takes objects by name, as in extra={{'ema': ema}}, not a {kind}")
         name_of("branch", branch)
         self._state = RunState(Objects(model, optimizer, scheduler, dataloader, dict(extra or {})))
