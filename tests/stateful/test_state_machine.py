@@ -354,6 +354,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(policy=POLICIES, branch=st.sampled_from([None, "main", "exp"]))
     def prune(self, policy: dict[str, int], branch: str | None) -> None:
         due = {one for name in ("main", "exp") if branch in (None, name) for one in self._due(policy, name)}
+        if branch is not None and not any(snap.info.branch == branch for snap in self.snaps.values()):
+            with pytest.raises(NotFoundError, match="no snapshot on branch"):
+                self.store.prune(policy, branch=branch)
+            return
         report = self.store.prune(policy, branch=branch)
         assert set(report.removed) | set(report.spared) == due
         assert {one for one, why in report.spared.items() if why != TAGGED} <= self._held(), report.spared
