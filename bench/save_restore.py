@@ -42,6 +42,7 @@ def main() -> None:
     print_table(figures)
     if chosen.json is not None:
         machine = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(json.dumps({"mib": chosen.mib, **machine, "figures": figures}, indent=1) + "\n")
 
 
