@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,10 @@ from ckstore.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from ckstore.prune import PruneReport
+
+
+POLL_SECONDS = 2.0
+"""How often `gc --wait` looks again."""
 
 
 def register(app: typer.Typer) -> None:
@@ -121,6 +126,10 @@ def gc(
         str,
         typer.Option(metavar="TIME", help="How long a save from elsewhere may stand still before it is given up."),
     ] = "10m",
+    wait: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", show_default=False, help="Try again until no save is under way, for so long."),
+    ] = None,
 ) -> None:
     """Free what no snapshot needs.
 
@@ -136,4 +145,8 @@ def gc(
     seconds = parse_duration(patience)
     with call.open() as store, call.meter("freeing") as meter:
         report = store.gc(dry_run, patience=seconds, progress=meter)
+        deadline = time.monotonic() + (0.0 if wait is None or dry_run else parse_duration(wait))
+        while report.waiting_for and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(POLL_SECONDS, left))
+            report += store.gc(patience=seconds, progress=meter)
     call.answer(lambda: documents.sweep(report, dry_run), lambda out: tables.sweep(out, report, dry_run))

@@ -33,7 +33,7 @@ from ckstore.cli.keys import path_of
 from ckstore.cli.stores import parse_size
 from ckstore.format import records
 from ckstore.ids import SaveName
-from ckstore.process import current_owner
+from ckstore.process import _start_of, current_owner
 from ckstore.state.paths import Part, spell
 from ckstore.store import Store
 
@@ -578,6 +578,23 @@ def test_gc_says_first_and_does_then(shell: Shell) -> None:
     assert shell.json("gc", shell.place, "--patience", "1h")["dry_run"] is False
     assert "nothing was changed" in shell.run("gc", shell.place, "--dry-run").stdout
     assert shell.run("gc", shell.place, "--patience", "soon").exit_code == 2
+
+
+def test_gc_waits_for_a_save_under_way_if_it_is_told_to(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = SaveName(900, "0" * 16)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        owner = msgspec.structs.replace(current_owner(), pid=child.pid, start=_start_of(child.pid) or 0)
+        record = records.Announcement(str(save), "main", 900, 0, [], owner)
+        LocalBackend(str(shell.place)).put(f"saves/{save}", records.encode(record))
+        assert shell.json("gc", shell.place)["waiting_for"] == ["save of step 900 on main"]
+
+        def while_it_waits(seconds: float) -> None:
+            child.kill()
+            child.wait()
+
+        monkeypatch.setattr("ckstore.cli.upkeep.time.sleep", while_it_waits)
+        found = shell.json("gc", shell.place, "--wait", "60s")
+    assert (found["waiting_for"], found["aborted"]) == ([], [save.nonce])
 
 
 def test_status_shows_pins(shell: Shell) -> None:
