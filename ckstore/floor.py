@@ -26,8 +26,28 @@ WORTH_IT = 64
 """Void records that make it worth raising the floor."""
 
 
-def proposed_sequences(context: Context) -> list[int]:
-    """The sequences of all floors proposed and not withdrawn. `CorruptionError` if one of them cannot be read."""
+def new_name(history: History) -> SaveName:
+    """A name for a save or a repack that begins now: above every other that was seen, and above the floor."""
+    seen = [*history.saves[:1], *list_saves(history.context.backend, layout.SAVES)[:1]]
+    return SaveName(max([save.sequence for save in seen] + [_current(history.context)]) + 1, new_nonce())
+
+
+def is_below(context: Context, save: SaveName) -> bool:
+    """Whether `save`, which was announced before, is below the floor or one about to be raised: it must not go on."""
+    # Proposals first: one that is withdrawn meanwhile has become the floor.
+    proposed = _proposed_sequences(context)
+    return save.sequence < max([_current(context), *proposed])
+
+
+def _current(context: Context) -> int:
+    try:
+        return read_floor(context.backend).sequence
+    except CorruptionError as error:
+        hint = "no save begins beside it: put it back from a copy, or delete it while nobody saves"
+        raise CorruptionError(f"{error.what}; {hint}", name=error.name) from error
+
+
+def _proposed_sequences(context: Context) -> list[int]:
     found, unreadable = _read_proposals(context)
     for name, error in unreadable.items():
         hint = "no save begins beside a proposed floor that cannot be read; `ckstore gc` clears it away"
@@ -58,7 +78,7 @@ def _read_proposals(context: Context) -> tuple[list[tuple[str, int]], dict[str, 
     return found, unreadable
 
 
-def raise_floor(context: Context, least: int = WORTH_IT) -> int:
+def raise_floor(context: Context, least: int) -> int:
     """Clear away void records if there are at least `least`; how many went. A full disk puts it off."""
     try:
         return _raise(context, least)
@@ -85,7 +105,9 @@ def _raise(context: Context, least: int) -> int:
             return 0  # what cannot be read may need anything
         live = [save for save in history.saves if save.sequence < sequence and save not in spent]
         floor = records.Floor(before.number + 1, sequence, sorted(map(str, live)))
-        if sequence <= before.sequence or not context.backend.put_if_absent(
+        if (sequence, floor.live) == (before.sequence, before.live) or sequence < before.sequence:
+            return 0  # nothing more would be void
+        if not context.backend.put_if_absent(
             layout.floor(floor.number), records.encode(floor)
         ):
             return 0

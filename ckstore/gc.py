@@ -1,6 +1,7 @@
 """Freeing what no snapshot reaches, beside writers and readers, without a lock.
 
-    list packs → list saves, abort those given up → read facts → list commit records → make those durable → free
+    give up: list remains → list who announced them → abort those that nobody will finish
+    sweep: list packs → list decided saves → read facts → list commit records → make those durable → free
 
 A pack is free when the save that wrote it is decided and no live snapshot's closure lists it, or its frames stand in
 other packs now. Each arrow is an order that safety rests on; tests switch them off one at a time.
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckstore import layout
-from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
+from ckstore.announce import PATIENCE_SECONDS, Patience, list_announcers
 from ckstore.commit import abort
 from ckstore.context import Context
-from ckstore.errors import BackendError, CorruptionError, NotFoundError
+from ckstore.errors import BackendError, CorruptionError, NoSpaceError, NotFoundError
 from ckstore.format import records
 from ckstore.history import History, Marks, list_saves, read_history, read_marks, read_optional
 from ckstore.ids import SaveName
@@ -57,13 +59,10 @@ class Garbage:
     waiting_for: tuple[str, ...]
 
 
-def sweep(context: Context, patience: float = PATIENCE_SECONDS, progress: Progress = silent) -> Sweep:
-    """Free everything that no live snapshot reaches and no undecided save may still need.
-
-    `patience` is in seconds: how long the counter of an announcement may stand still before it is given up.
-    """
+def sweep(context: Context, progress: Progress = silent) -> Sweep:
+    """Free everything that no live snapshot reaches and no undecided save may still need."""
     result = Sweep()
-    garbage = _survey(context, patience, result.aborted)
+    garbage = _survey(context)
     if garbage.packs or garbage.objects:
         # What was read, an ABORT or a `removed` or `relocated` mark, may not be durable yet; what it freed is gone.
         context.backend.sync(layout.SNAPSHOTS)
@@ -86,67 +85,54 @@ def sweep(context: Context, patience: float = PATIENCE_SECONDS, progress: Progre
 
 
 def give_up(context: Context, patience: float = PATIENCE_SECONDS) -> Sweep:
-    """Abort saves whose writer is gone, and withdraw what it announced, so that it holds no remover back."""
+    """Abort saves that nobody will finish, and withdraw what the dead announced, so that it holds no remover back.
+
+    `patience` is in seconds: how long the counter of an announcement may stand still before it is given up.
+    """
     result = Sweep()
+    # Remains first: a save is announced before it writes, so those that no announcement claims afterwards are nobody's.
+    remains = _owners([*context.backend.list(layout.PACKS), *context.backend.list(layout.MANIFESTS)])
     announcers = list_announcers(context.backend)
     given_up = Patience(context.cache, context.monotonic, patience).exhausted(announcers)
-    result.aborted = _abort_given_up(context, announcers, given_up, set())
-    for name in _withdrawable(announcers, given_up, set(list_saves(context.backend, layout.SNAPSHOTS))):
-        result.freed_objects += context.backend.delete(name)
+    lost = {one.save for one in announcers if one.name in given_up and one.save}
+    unannounced = remains - {one.save for one in announcers}
+    undecided = (lost | unannounced) - set(list_saves(context.backend, layout.SNAPSHOTS))
+    reason = "given up by gc: its writer is gone or stood still"
+    with suppress(NoSpaceError):  # the rest waits until what these held is freed
+        for save in sorted(undecided):
+            if abort(context, save, reason):
+                result.aborted.append(save)
+    decided = set(list_saves(context.backend, layout.SNAPSHOTS))
+    for one in announcers:
+        if one.name in given_up and (one.save is None or one.save in decided):
+            result.freed_objects += context.backend.delete(one.name)
     return result
 
 
 def plan_sweep(context: Context) -> Sweep:
     """What `sweep` would free now if it gave up nobody. Changes nothing."""
-    garbage = _survey(context, None, [])
+    garbage = _survey(context)
     sizes = [_size(context, name) for name in garbage.packs]
     return Sweep(sum(sizes), len(sizes), len(garbage.objects), waiting_for=list(garbage.waiting_for))
 
 
-def _survey(context: Context, patience: float | None, aborted: list[SaveName]) -> Garbage:
-    """Find what is garbage. With a patience, first abort the saves that are given up; they are added to `aborted`."""
+def _survey(context: Context) -> Garbage:
     backend = context.backend
     packs, manifests = backend.list(layout.PACKS), backend.list(layout.MANIFESTS)
     announcers = list_announcers(backend)
-    given_up: set[str] = set()
-    if patience is not None:
-        given_up = Patience(context.cache, context.monotonic, patience).exhausted(announcers)
-        aborted += _abort_given_up(context, announcers, given_up, _owners([*packs, *manifests]))
     # In this order: what is decided here is in the history too, so a save that commits between the two stays untouched.
     decided = frozenset(list_saves(backend, layout.SNAPSHOTS))
     history = read_history(context)
     _refuse_short_listing(context, decided, _owners([*packs, *manifests]))
     needed = _needed_packs(history)
     live = {save for save, _ in history.commits()}
-    gone = _withdrawable(announcers, given_up, decided)
     return Garbage(
         packs=tuple(name for name in packs if layout.owning_save(name) in decided and name not in needed),
-        objects=(*(n for n in manifests if (owner := layout.owning_save(n)) in decided and owner not in live), *gone),
+        objects=tuple(n for n in manifests if (owner := layout.owning_save(n)) in decided and owner not in live),
         decided=decided,
         removed=history.marks.removed,
         waiting_for=tuple(sorted(one.purpose for one in announcers if one.save and one.save not in decided)),
     )
-
-
-def _withdrawable(
-    announcers: list[Announcer], given_up: Collection[str], decided: Collection[SaveName]
-) -> list[str]:
-    """Names of the announcements and pins of those given up; a save's only once it is decided."""
-    return [one.name for one in announcers if one.name in given_up and (one.save is None or one.save in decided)]
-
-
-def _abort_given_up(
-    context: Context, announcers: list[Announcer], given_up: set[str], owners: set[SaveName]
-) -> list[SaveName]:
-    """Decide what nobody else will: saves whose announcer is gone, and remains that nobody announced.
-
-    Remains were listed before the announcements, and a save is announced before it writes: so these are nobody's.
-    """
-    announced = {one.save for one in announcers}
-    lost = {one.save for one in announcers if one.name in given_up and one.save}
-    undecided = (lost | (owners - announced)) - set(list_saves(context.backend, layout.SNAPSHOTS))
-    reason = "given up by gc: its writer is gone or stood still"
-    return [save for save in sorted(undecided) if abort(context, save, reason)]
 
 
 def _needed_packs(history: History) -> set[str]:

@@ -11,7 +11,7 @@
     epochs/<branch>/<n>         who may write the branch
     gc/floor/<n>                records below the newest floor that it does not list are void
     gc/proposed/<nonce>         a floor about to be raised: no new save may begin below it
-    reserve                     space that only prune and gc may spend
+    reserve/<n>                 space that only prune and gc may spend
 
 Names are `/`-separated components of `[A-Za-z0-9._+=-]`, none of them empty, `.` or `..`.
 """
@@ -34,7 +34,7 @@ TAGS = "tags/"
 EPOCHS = "epochs/"
 FLOORS = "gc/floor/"
 PROPOSED_FLOORS = "gc/proposed/"
-RESERVE = "reserve"
+RESERVE = "reserve/"
 TEMPORARIES = "tmp/"
 
 _NAME = re.compile(r"(?:[A-Za-z0-9_+=-][A-Za-z0-9._+=-]{0,199}/){0,5}[A-Za-z0-9_+=-][A-Za-z0-9._+=-]{0,199}\Z")
@@ -105,6 +105,10 @@ def floor(number: int) -> str:
 
 def proposed_floor(nonce: str) -> str:
     return f"{PROPOSED_FLOORS}{nonce}"
+
+
+def reserve(number: int) -> str:
+    return f"{RESERVE}{number}"
 
 
 def owning_save(name: str) -> SaveName | None:

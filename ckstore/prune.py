@@ -9,13 +9,14 @@ one of them sees the other. Tests switch off each arrow in turn.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckstore import facts, layout, retention
 from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
 from ckstore.context import Context
-from ckstore.errors import CkstoreError, CorruptionError, FormatError, NotFoundError
+from ckstore.errors import CkstoreError, CorruptionError, FormatError, NoSpaceError, NotFoundError
 from ckstore.format import records
 from ckstore.history import History, Tags, order_of, read_history, read_marks, read_tags
 from ckstore.ids import SaveName, new_nonce
@@ -43,19 +44,29 @@ def plan_prune(context: Context, policy: Retention, branch: str | None = None) -
     return _plan(context, read_history(context), policy, branch)
 
 
-def prune(context: Context, policy: Retention, branch: str | None = None) -> Removal:
-    """Remove what `policy` does not keep. Their bytes are freed by gc."""
-    victims = plan_prune(context, policy, branch).drop
-    own = condemn(context, victims)
-    announcers, tags = list_announcers(context.backend), read_tags(context.backend)
-    plan = _plan(context, read_history(context), policy, branch, own)
-    result = Removal(keep=dict(plan.keep))
-    _make_durable(context)
-    for save in victims:
-        # One spared only for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
-        if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) in _NAMED:
-            context.backend.delete(own[save])
-    _settle(context, own, result)
+def prune(
+    context: Context,
+    policy: Retention,
+    branch: str | None = None,
+    most: int | None = None,
+    so_far: Removal | None = None,
+) -> Removal:
+    """Remove what `policy` does not keep, at most so many of them. Their bytes are freed by gc.
+
+    With `so_far`, go on from there: what was spared is left alone, and all that is done is added to it, also when this
+    raises.
+    """
+    result = Removal() if so_far is None else so_far
+    victims = [save for save in plan_prune(context, policy, branch).drop if save not in result.spared][:most]
+    with _condemned(context, victims, result) as own:
+        announcers, tags = list_announcers(context.backend), read_tags(context.backend)
+        plan = _plan(context, read_history(context), policy, branch, own)
+        result.keep = dict(plan.keep)
+        _make_durable(context)
+        for save in victims:
+            # One spared for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
+            if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) in _NAMED:
+                context.backend.delete(own[save])
     return result
 
 
@@ -65,46 +76,50 @@ def drop(context: Context, saves: Collection[SaveName], force: bool = False) -> 
     The last good one of a branch only with `force`. Others that are condemned are as good as gone: two removers at
     once must not each rely on what the other one takes.
     """
-    own = condemn(context, saves)
-    announcers, tags = list_announcers(context.backend), read_tags(context.backend)
-    last = set() if force else _last_of_branches(read_history(context))
     result = Removal()
-    _make_durable(context)
-    for save in saves:
-        if save in last:
-            result.spared[save] = LAST
-        if save in last or _remove_unless_named(context, save, announcers, tags, result):
-            context.backend.delete(own[save])
-    _settle(context, own, result)
+    with _condemned(context, saves, result) as own:
+        announcers, tags = list_announcers(context.backend), read_tags(context.backend)
+        last = set() if force else _last_of_branches(read_history(context))
+        _make_durable(context)
+        for save in saves:
+            if save in last:
+                result.spared[save] = LAST
+            if save in last or _remove_unless_named(context, save, announcers, tags, result):
+                context.backend.delete(own[save])
     return result
 
 
-def finish_condemned(context: Context, patience: float = PATIENCE_SECONDS) -> Removal:
+def finish_condemned(
+    context: Context,
+    patience: float = PATIENCE_SECONDS,
+    most: int | None = None,
+    so_far: Removal | None = None,
+) -> Removal:
     """Go on where a prune stopped: remove what is condemned, unless it is named or its branch has nothing better.
 
     What a remover condemned that still works is its own affair. Each remover publishes a mark of its own, as another's
-    may be withdrawn at any time.
+    may be withdrawn at any time. `most` and `so_far` as in `prune`.
     """
+    result = Removal() if so_far is None else so_far
     abandoned = _abandoned(context, patience)
-    waiting = list(abandoned)
-    result = Removal()
+    waiting = [save for save in abandoned if save not in result.spared][:most]
     if not waiting:
         return result
-    own = condemn(context, waiting)
-    announcers, tags = list_announcers(context.backend), read_tags(context.backend)
-    history = read_history(context)
-    last = _best_of_branches(history)
-    _make_durable(context)
-    for save in waiting:
-        if save in last:
-            result.spared[save] = LAST
-        if save in last or save not in history.saves or _remove_unless_named(context, save, announcers, tags, result):
-            context.backend.delete(own[save])
-        if result.spared.get(save) in (*_NAMED, LAST):
-            # Nobody relies any more on what the dead condemned.
-            for name in abandoned[save]:
-                context.backend.delete(name)
-    _settle(context, own, result)
+    with _condemned(context, waiting, result) as own:
+        announcers, tags = list_announcers(context.backend), read_tags(context.backend)
+        history = read_history(context)
+        last = _best_of_branches(history)
+        _make_durable(context)
+        for save in waiting:
+            if save in last:
+                result.spared[save] = LAST
+            absent = save not in history.saves
+            if save in last or absent or _remove_unless_named(context, save, announcers, tags, result):
+                context.backend.delete(own[save])
+            if result.spared.get(save) in (*_NAMED, LAST):
+                # Nobody relies any more on what the dead condemned.
+                for name in abandoned[save]:
+                    context.backend.delete(name)
     return result
 
 
@@ -145,16 +160,34 @@ def _make_durable(context: Context) -> None:
         context.backend.sync(house)
 
 
-def _settle(context: Context, own: Mapping[SaveName, str], result: Removal) -> None:
-    """Make the withdrawal of own marks durable: one that a power cut brought back would have gc finish a removal."""
-    if len(result.removed) < len(own):
+@contextmanager
+def _condemned(context: Context, saves: Iterable[SaveName], result: Removal) -> Iterator[dict[SaveName, str]]:
+    """Condemn `saves` and yield the marks' names.
+
+    Where there is no room to go on, those of what is not in `result` yet are withdrawn. In the end withdrawals are made
+    durable: a mark that a power cut brought back would have gc finish a removal.
+    """
+    own: dict[SaveName, str] = {}
+    try:
+        condemn(context, saves, own)
+        yield own
+    except NoSpaceError:
+        for save, mark in own.items():
+            if save not in result.removed and save not in result.spared:
+                context.backend.delete(mark)
+        raise
+    if not own.keys() <= set(result.removed):
         context.backend.sync(layout.MARKS)
 
 
-def condemn(context: Context, saves: Iterable[SaveName]) -> dict[SaveName, str]:
-    """Publish that `saves` are about to be removed: no save may build on them from now on. The marks' names."""
+def condemn(context: Context, saves: Iterable[SaveName], own: dict[SaveName, str]) -> None:
+    """Publish that `saves` are about to be removed: no save may build on them from now on.
+
+    The marks' names are added to `own`, also when this raises half-way.
+    """
     nonce = new_nonce()
-    return {save: facts.add(context, save, f"condemned-{nonce}", {}, durable=False) for save in saves}
+    for save in saves:
+        own[save] = facts.add(context, save, f"condemned-{nonce}", {}, durable=False)
 
 
 def _remove_unless_named(

@@ -15,17 +15,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckstore import codec, facts, layout
+from ckstore import codec, facts, floor, layout
 from ckstore.announce import announced, list_announcers
 from ckstore.commit import commit, discard
 from ckstore.context import Context
 from ckstore.errors import CkstoreError, CorruptionError, FencedError, NoSpaceError, NotFoundError
-from ckstore.floor import proposed_sequences
 from ckstore.format import records
 from ckstore.format.manifest import Location
 from ckstore.format.pack import check_of
-from ckstore.history import History, list_saves, read_floor, read_history
-from ckstore.ids import SaveName, new_nonce
+from ckstore.history import History, read_history
+from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.pack import PACK_SIZE, PackWriter, read_footer
 from ckstore.process import current_owner
@@ -61,16 +60,16 @@ def plan_repack(context: Context, sparse: float = SPARSE) -> int:
 
 def repack(context: Context, sparse: float = SPARSE, progress: Progress = silent) -> int:
     """Repack sparse packs; the bytes of the new packs. A pack with a damaged frame is left as it is."""
-    victims = _sparse(_uses(context, read_history(context)), sparse)
+    history = read_history(context)
+    victims = _sparse(_uses(context, history), sparse)
     if not victims:
         return 0
-    save = _name(context)
+    save = floor.new_name(history)
     record = records.Announcement(
         save=str(save), branch="repack", step=0, epoch=0, parents=[], owner=current_owner()
     )  # a repack builds on no snapshot: it only reads packs that its own marks keep others from building on
     with announced(context.backend, record):
-        proposed = proposed_sequences(context)  # before the floor, which a withdrawn proposal has become
-        if save.sequence < max([read_floor(context.backend).sequence, *proposed]):
+        if floor.is_below(context, save):
             discard(context, save, "its sequence is below the floor")
             return 0
         relocation = _copied(context, save, victims, sparse, progress)
@@ -157,12 +156,6 @@ def withdraw(context: Context, save: SaveName, packs: Iterable[str]) -> None:
 
 def _relocating(pack: str, nonce: str) -> str:
     return layout.mark(layout.save_of_pack(pack), f"relocating-{pack.rpartition('/')[2]}-{nonce}")
-
-
-def _name(context: Context) -> SaveName:
-    seen = [*list_saves(context.backend, layout.SNAPSHOTS)[:1], *list_saves(context.backend, layout.SAVES)[:1]]
-    newest = max([save.sequence for save in seen] + [read_floor(context.backend).sequence])
-    return SaveName(newest + 1, new_nonce())
 
 
 def _uses(context: Context, history: History) -> dict[str, _Use]:

@@ -1,4 +1,7 @@
-"""Space set aside so that a full disk cannot wedge a store: only prune and gc may spend it."""
+"""Space set aside so that a full disk cannot wedge a store: only prune and gc may spend it.
+
+It is several objects, as what runs out may be the files that a filesystem can hold and not its bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,38 @@ from ckstore.backend.base import Backend, Capabilities, PutStream
 from ckstore.context import Context
 from ckstore.errors import NoSpaceError, NotFoundError
 
-RESERVE_BYTES = 1 << 20
+PIECES = 16
+PIECE_BYTES = 64 << 10
 
 T = TypeVar("T")
 
 
 def set_aside(backend: Backend) -> None:
-    """Make the reserve if the storage can be full and there is none. A disk without room for it stays without."""
+    """Make what is missing of the reserve if the storage can be full. A disk without room for it stays without."""
     if not backend.capabilities.reserve:
         return
+    missing = [name for name in map(layout.reserve, range(PIECES)) if _size(backend, name) != PIECE_BYTES]
+    with suppress(NoSpaceError):
+        for name in missing:
+            # Random bytes: a filesystem that compresses would keep no room for zeros. What a crash tears is made anew.
+            backend.put(name, os.urandom(PIECE_BYTES), durable=False)
+
+
+def give_back(backend: Backend) -> bool:
+    """Delete the reserve; whether there was any."""
+    return sum(backend.delete(name) for name in backend.list(layout.RESERVE)) > 0
+
+
+def is_spent(backend: Backend) -> bool:
+    """Whether some of the reserve has been given back, or there never was room for it."""
+    return backend.capabilities.reserve and len(backend.list(layout.RESERVE)) < PIECES
+
+
+def _size(backend: Backend, name: str) -> int:
     try:
-        backend.stat(layout.RESERVE)
+        return backend.stat(name)
     except NotFoundError:
-        with suppress(NoSpaceError):
-            # Random bytes: a filesystem that compresses would keep no room for zeros.
-            backend.put(layout.RESERVE, os.urandom(RESERVE_BYTES))
+        return -1
 
 
 @contextmanager
@@ -90,6 +110,6 @@ class _Spending:
         try:
             return write()
         except NoSpaceError:
-            if not self._backend.delete(layout.RESERVE):
+            if not give_back(self._backend):
                 raise
             return write()

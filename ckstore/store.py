@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ckstore import diff as differences
-from ckstore import facts, floor, gc, layout, prune, refs, repack, restorer, writer
+from ckstore import facts, gc, layout, prune, refs, repack, restorer, upkeep, writer
 from ckstore import status as statuses
 from ckstore.announce import PATIENCE_SECONDS, pinned
 from ckstore.arguments import chunk_size_of, name_of, patience_of, patterns_of, step_of, tags_of
@@ -30,7 +30,7 @@ from ckstore.process import current_owner
 from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport
 from ckstore.reentry import undisturbed
-from ckstore.reserve import set_aside, spending
+from ckstore.reserve import set_aside
 from ckstore.retention import Retention
 from ckstore.state.capture import capture
 from ckstore.tags import put_tag, refuse_removed
@@ -266,21 +266,12 @@ class Store:
         if dry_run:
             return prune.report_plan(prune.plan_prune(self._context, checked, branch))
         self._check_writable()
-        with spending(self._context) as context:
-            gc.give_up(context)
-            removal = prune.prune(context, checked, branch)
-            freed = gc.sweep(context, progress=progress).freed_bytes
-            floor.raise_floor(context)
-            return prune.report(removal, freed)
+        return upkeep.prune_store(self._context, checked, branch, progress)
 
     def drop(self, ref: str | int, *, force: bool = False, progress: Progress = silent) -> PruneReport:
         """Remove one snapshot, even one whose record cannot be read; the last good one of a branch with `force`."""
         self._check_writable()
-        save = self._droppable(ref, force)
-        with spending(self._context) as context:
-            gc.give_up(context)
-            removal = prune.drop(context, [save], force)
-            return prune.report(removal, gc.sweep(context, progress=progress).freed_bytes)
+        return upkeep.drop(self._context, self._droppable(ref, force), force, progress)
 
     def gc(
         self, dry_run: bool = False, *, patience: float = PATIENCE_SECONDS, progress: Progress = silent
@@ -296,19 +287,7 @@ class Store:
             planned.freed_bytes += repack.plan_repack(self._context)
             return planned
         self._check_writable()
-        with spending(self._context) as context:
-            floor.clear_unreadable(context)
-            freed = gc.give_up(context, patience)
-            removed = prune.finish_condemned(context, patience).removed
-            repack.finish_interrupted(context)
-            freed += gc.sweep(context, patience, progress)
-            written = repack.repack(context, progress=progress)
-            if written:
-                freed += gc.sweep(context, patience, progress)
-                freed.freed_bytes -= written
-            freed.removed = removed
-            floor.raise_floor(context)
-            return freed
+        return upkeep.collect(self._context, patience, progress)
 
     def status(self) -> statuses.StatusReport:
         """Saves under way, pins, marks, sizes, and what gc would free."""

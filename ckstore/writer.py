@@ -12,27 +12,24 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckstore import chunking, codec, layout
+from ckstore import chunking, codec, floor, layout
 from ckstore.announce import announced
 from ckstore.codec import Choice
 from ckstore.codec.choose import choose, sample_of
 from ckstore.commit import check_epoch, check_same_store, commit, discard
 from ckstore.context import Context
-from ckstore.errors import CkstoreError, ConflictError, CorruptionError, InvalidInputError
-from ckstore.floor import proposed_sequences
+from ckstore.errors import CkstoreError, ConflictError, InvalidInputError
 from ckstore.format import manifest, records
 from ckstore.format.manifest import Location
-from ckstore.history import History, list_saves, read_floor, read_history, warn
-from ckstore.ids import SaveName, digest, new_nonce
+from ckstore.history import History, read_history, warn
+from ckstore.ids import SaveName, digest
 from ckstore.known import Known
-from ckstore.pack import PackWriter
+from ckstore.pack import PACK_SIZE, PackWriter
 from ckstore.process import current_owner
 from ckstore.state.capture import Blob, Captured
 from ckstore.tags import put_tag
 from ckstore.threads import submit
 
-PACK_BYTES = 64 << 20
-"""A pack is closed once it holds this much: what is held in memory until it is durable."""
 INLINE_BYTES = 64 << 10
 """A manifest up to this size stands inside the commit record."""
 WORKERS = min(4, os.cpu_count() or 1)
@@ -73,7 +70,7 @@ def save(context: Context, captured: Captured, request: SaveRequest) -> Saved:
         announcement = _announcement(context, history, request)
         name = SaveName.parse(announcement.save)
         with announced(context.backend, announcement) as under:
-            if _is_below_floor(context, name):
+            if floor.is_below(context, name):
                 # gc is clearing away old records and may not have seen this announcement: take a newer name.
                 discard(context, name, "its sequence is below the floor")
                 continue
@@ -100,24 +97,14 @@ def _announcement(context: Context, history: History, request: SaveRequest) -> r
         check_epoch(context, request.branch, epoch)
     if request.epoch is None:  # a run that opened an epoch itself knows that it is its own
         epochs.refuse_unreadable(request.branch)
-    seen = [*history.saves[:1], *list_saves(context.backend, layout.SAVES)[:1]]
-    sequence = max([save.sequence for save in seen] + [_floor(context).sequence]) + 1
     return records.Announcement(
-        save=str(SaveName(sequence, new_nonce())),
+        save=str(floor.new_name(history)),
         branch=request.branch,
         step=request.step,
         epoch=epoch,
         parents=[str(parent) for parent in _parents(history, request.branch)],
         owner=current_owner(),
     )
-
-
-def _floor(context: Context) -> records.Floor:
-    try:
-        return read_floor(context.backend)
-    except CorruptionError as error:
-        hint = "no save begins beside it: put it back from a copy, or delete it while nobody saves"
-        raise CorruptionError(f"{error.what}; {hint}", name=error.name) from error
 
 
 def _parents(history: History, branch: str) -> list[SaveName]:
@@ -132,12 +119,6 @@ def _parents(history: History, branch: str) -> list[SaveName]:
     own = newest.pop(branch, None)
     others = sorted(newest.values(), reverse=True)[: _MOST_PARENTS - 1]
     return ([own] if own else []) + others
-
-
-def _is_below_floor(context: Context, save: SaveName) -> bool:
-    # Proposals first: one that is withdrawn meanwhile has become the floor.
-    proposed = proposed_sequences(context)
-    return save.sequence < max([read_floor(context.backend).sequence, *proposed])
 
 
 def _write(
@@ -269,11 +250,11 @@ class ChunkWriter:
             if self._open is None:
                 name = layout.pack(self._save, self._rank, len(self.packs))
                 # No more room is set aside than may be needed: a small save fits onto a nearly full disk.
-                self._open = PackWriter(self._context.backend, name, min(PACK_BYTES, self._to_place))
+                self._open = PackWriter(self._context.backend, name, min(PACK_SIZE, self._to_place))
             self.locations[chunk.id] = self._open.append(chunk.id, chunk.plain, chunk.encoded)
             if chunk.encoded.codec == codec.RAW:
                 self._raw.append((chunk.id, memoryview(chunk.encoded.stored)))
-            if self._open.size >= PACK_BYTES:
+            if self._open.size >= PACK_SIZE:
                 self._close_pack()
         self._to_place -= chunk.plain
         return chunk.id

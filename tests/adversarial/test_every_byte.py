@@ -111,7 +111,7 @@ def build(patch: pytest.MonkeyPatch) -> Subject:
     simulate(patch)
     backend = MemoryBackend()
     with pytest.MonkeyPatch.context() as constants:
-        constants.setattr(writer, "PACK_BYTES", 1000)
+        constants.setattr(writer, "PACK_SIZE", 1000)
         store = open_store(backend, create=True, cache_dir="/proc/nowhere", chunk_size=4096)
         for step in range(1, 4):
             store.save(state_of(step), step=step)

@@ -73,7 +73,7 @@ def same_step_again(host: Host) -> Run:
 def full_save(host: Host) -> Run:
     """Two packs and a manifest of its own."""
     run = _stored(host, range(1, 2))
-    with limits(INLINE_BYTES=0, PACK_BYTES=1000):
+    with limits(INLINE_BYTES=0, PACK_SIZE=1000):
         run.save(2, full=True)
     return run
 
@@ -92,7 +92,7 @@ def failed_save(host: Host) -> Run:
 def repack(host: Host) -> Run:
     """gc gives what is left of a pack to a new one."""
     run = _stored(host, range(0))
-    with limits(PACK_BYTES=64 << 10):
+    with limits(PACK_SIZE=64 << 10):
         run.save(1, state={"left": _noise(1, 1000), "gone": _noise(2, 30_000)})
     run.save(2, state={"left": _noise(1, 1000), "new": _noise(3, 3000)})
     run.save(3, state={"left": _noise(1, 1000), "new": _noise(4, 3000)})

@@ -25,7 +25,7 @@ def test_bytes_are_durable_before_their_name_and_the_name_before_the_answer(host
     run = Run(host)
     run.init()
     run = run.settled()
-    with limits(INLINE_BYTES=0, PACK_BYTES=1000):
+    with limits(INLINE_BYTES=0, PACK_SIZE=1000):
         run.save(1, tags=["best"])
     log = run.fs.log
     published = [(at, operation) for at, operation in enumerate(log) if operation.verb in ("rename", "link")]

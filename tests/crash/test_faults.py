@@ -21,7 +21,7 @@ from tests.crash.conftest import Tell
 from tests.crash.oracle import files_of
 from tests.crash.remains import leftovers
 from tests.crash.scenarios import limits
-from tests.crash.world import RESERVE, ROOT, Host, Run, StaleIndex, fingerprint, opened, simulate, state_of
+from tests.crash.world import RESERVE, ROOT, Host, Run, StaleIndex, fingerprint, opened, reserved, simulate, state_of
 
 ALWAYS = 10**9
 # A save that was committed stands, whether or not its tag could be set: that is a warning, and the snapshot lacks it.
@@ -105,7 +105,7 @@ def check_after(fs: SimFs, run: Run, failed: CkstoreError | None, operation: str
     store.save(state_of(60), step=60)
     store.gc(patience=0)
     assert leftovers(files_of(fs), store) == []
-    assert len(fs.tree()[f"{ROOT}/reserve"]) == RESERVE
+    assert reserved(fs) == RESERVE
     assert fingerprint(store.restore()) == fingerprint(state_of(60))
     for step in KEPT:
         assert fingerprint(store.restore(step)) == fingerprint(state_of(step))
@@ -230,7 +230,7 @@ def test_a_full_disk_does_not_wedge_the_store(free: int, host: Host) -> None:
     store.save(state_of(20), step=20)
     assert fingerprint(store.restore()) == fingerprint(state_of(20))
     assert len(store.snapshots()) == 3
-    assert len(disk.tree()[f"{ROOT}/reserve"]) == RESERVE
+    assert reserved(disk) == RESERVE
     assert store.verify().findings == []
 
 

@@ -19,7 +19,7 @@ import pytest
 from blake3 import blake3
 
 import ckstore.process
-from ckstore import announce, floor, reader, reserve, writer
+from ckstore import announce, floor, layout, reader, reserve, writer
 from ckstore.backend.fs import Fs, FsWrapper
 from ckstore.backend.local import LocalBackend
 from ckstore.format.manifest import Location
@@ -316,6 +316,11 @@ def opened(fs: Fs, index: StaleIndex, *, create: bool = False) -> Store:
     return Store(replace(store._context, index=index))  # type: ignore[arg-type]  # only what a store uses of it
 
 
+def reserved(fs: SimFs) -> int:
+    """How many bytes are set aside."""
+    return sum(len(data) for name, data in fs.tree().items() if name.startswith(f"{ROOT}/{layout.RESERVE}"))
+
+
 def _without(found: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     gone = set(names)
     return {name: value for name, value in found.items() if name not in gone}
@@ -326,7 +331,8 @@ def simulate(patch: pytest.MonkeyPatch) -> Host:
     patch.setattr(announce, "Renewal", _NoRenewal)
     patch.setattr(writer, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
-    patch.setattr(reserve, "RESERVE_BYTES", RESERVE)
+    patch.setattr(reserve, "PIECES", 2)
+    patch.setattr(reserve, "PIECE_BYTES", RESERVE // 2)
     return Host(patch)
 
 

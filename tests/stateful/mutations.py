@@ -139,26 +139,26 @@ RULES = (
         "prune:_remove_unless_named",
         ('facts.add(context, save, "removed", {})', "context.backend.delete(layout.snapshot(save))"))),
     _rule("the name of an aborted save is never freed", "given up", _edit(
-        "gc:sweep",
-        ("    result.waiting_for = list(garbage.waiting_for)\n",
-         "    result.waiting_for = list(garbage.waiting_for)\n"
+        "gc:give_up",
+        ("            result.freed_objects += context.backend.delete(one.name)\n",
+         "            result.freed_objects += context.backend.delete(one.name)\n"
          "    for late in result.aborted:\n        context.backend.delete(layout.snapshot(late))\n"))),
     # --- removal
     _rule("a remover condemns, then lists who depends", "beside drop", _edit(
         "prune:drop",
-        ("    own = condemn(context, saves)\n"
-         "    announcers, tags = list_announcers(context.backend), read_tags(context.backend)\n",
+        ("    with _condemned(context, saves, result) as own:\n"
+         "        announcers, tags = list_announcers(context.backend), read_tags(context.backend)\n",
          "    announcers, tags = list_announcers(context.backend), read_tags(context.backend)\n"
-         "    own = condemn(context, saves)\n")), _TRUSTING, preemptions=2, budget=1500),
+         "    with _condemned(context, saves, result) as own:\n")), _TRUSTING, preemptions=2, budget=1500),
     _rule("a remover spares what saves and pins name", "beside drop", _edit(
         "prune:_remove_unless_named", ("if dependant is not None:", "if False:"))),
     _rule("a remover spares what a tag names", "tagged drop", _edit(
         "prune:_remove_unless_named", ("elif save in tags.named.values():", "elif False:"))),
     _rule("a prune judges again after it condemned", "takeover", _edit(
         "prune:prune",
-        ("victims = plan_prune(context, policy, branch).drop",
-         "plan = plan_prune(context, policy, branch)\n    victims = plan.drop"),
-        ("    plan = _plan(context, read_history(context), policy, branch, own)\n", "")),
+        ("    victims = [save for save in plan_prune(context, policy, branch).drop if",
+         "    plan = plan_prune(context, policy, branch)\n    victims = [save for save in plan.drop if"),
+        ("        plan = _plan(context, read_history(context), policy, branch, own)\n", "")),
         preemptions=2, budget=800),
     _rule("a remover withdraws its own mark only", "forced drop", _edit(
         "prune:finish_condemned",
@@ -167,7 +167,8 @@ RULES = (
     )),
     _rule("who finishes a removal condemns anew", "withdrawn", _edit(
         "prune:finish_condemned",
-        ("own = condemn(context, waiting)", "own = dict.fromkeys(waiting, layout.mark(waiting[0], 'none'))")),
+        ("    with _condemned(context, waiting, result) as own:\n",
+         "    own = dict.fromkeys(waiting, layout.mark(waiting[0], 'none'))\n    if own:\n")),
         budget=800),
     _rule("who finishes a removal spares the last good one", "last one", _edit(
         "prune:finish_condemned", ("last = _best_of_branches(history)", "last = set()"))),
@@ -205,13 +206,12 @@ RULES = (
         "floor:_raise",
         ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
     _rule("a save below a proposed floor takes another name", "slow", _edit(
-        "writer:save", ("if _is_below_floor(context, name):", "if False:"))),
+        "writer:save", ("if floor.is_below(context, name):", "if False:"))),
     _rule("proposals are read before the floor", "slow", _edit(
-        "writer:_is_below_floor",
-        ("    proposed = proposed_sequences(context)\n"
-         "    return save.sequence < max([read_floor(context.backend).sequence, *proposed])",
-         "    floor = read_floor(context.backend).sequence\n"
-         "    return save.sequence < max([floor, *proposed_sequences(context)])")), budget=12_000),
+        "floor:is_below",
+        ("    proposed = _proposed_sequences(context)\n    return save.sequence < max([_current(context), *proposed])",
+         "    current = _current(context)\n    return save.sequence < max([current, *_proposed_sequences(context)])")),
+        budget=12_000),
     _rule("who commits reads the floor afterwards", "floors", _edit(
         "commit:_create", ("    _check_floor(context, save)\n", ""))),
     _rule("a listing is read again when a floor voids something", "floors", _edit(

@@ -401,7 +401,7 @@ class World:
 
         def act(actor: Actor) -> None:
             self.truth.may_drop.add(self._named(value))
-            prune.condemn(self.context(actor), [self._named(value)])
+            prune.condemn(self.context(actor), [self._named(value)], {})
 
         return act
 
@@ -425,7 +425,8 @@ class World:
 
             def whole() -> None:
                 prune.finish_condemned(context)
-                gc.sweep(context, patience)
+                gc.give_up(context, patience)
+                gc.sweep(context)
 
             self._expect(whole, "gc")
 
@@ -556,10 +557,12 @@ class World:
         def body(actor: Actor) -> None:
             actor.salt = self.salt
             found.extend(self._check_saves() + self._check_snapshots(actor))
-            gc.sweep(self.context(actor), 0.0)
+            gc.give_up(self.context(actor), 0.0)
+            gc.sweep(self.context(actor))
             prune.finish_condemned(self.context(actor))
             repack.finish_interrupted(self.context(actor))
-            gc.sweep(self.context(actor), 0.0)
+            gc.give_up(self.context(actor), 0.0)
+            gc.sweep(self.context(actor))
             found.extend(self._check_leftovers() + self._check_snapshots(actor) + self.truth.faults)
 
         actor = judge.spawn("judge", body)

@@ -516,7 +516,7 @@ def test_a_removal_that_an_earlier_run_did_not_finish_is_finished(tmp_path: Path
         for n in (1, 2):
             earlier.save(n)
         first = earlier.store.resolve("step:1")
-        prune.condemn(earlier.store._context, [SaveName(first.order[1], first.order[2])])
+        prune.condemn(earlier.store._context, [SaveName(first.order[1], first.order[2])], {})
         assert [info.state for info in earlier.store.snapshots()] == ["ok", "condemned"]
     with Checkpointer(tmp_path / "store", keep=9) as checkpointer:
         checkpointer.save(3)

@@ -57,12 +57,26 @@ def test_void_records_and_their_marks_go(open_here: Open, backend: MemoryBackend
 def test_gc_raises_it_by_itself_when_it_is_worth_it(
     open_here: Open, backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(floor.raise_floor, "__defaults__", (5,))
+    monkeypatch.setattr(floor, "WORTH_IT", 5)
     store = open_here(backend)
     old_store(store)
     store.gc()
     assert len(backend.list("snapshots/")) == 2
     assert len(backend.list("gc/floor/")) == 1
+
+
+def test_what_is_removed_below_a_floor_goes_with_the_next_one(open_here: Open, backend: MemoryBackend) -> None:
+    """Though nothing was saved since, so that the next floor is no higher."""
+    store = open_here(backend)
+    old_store(store)
+    assert floor.raise_floor(store._context, least=1) == 8
+    store.drop(8)
+    assert floor.raise_floor(store._context, least=1) == 1
+    assert len(backend.list("snapshots/")) == 1
+    assert len(backend.list("gc/floor/")) == 1
+    assert floor.raise_floor(store._context, least=0) == 0
+    assert backend.list("gc/floor/") == ["gc/floor/0000000002"]
+    assert store.restore()["n"] == 9
 
 
 def test_floors_replace_each_other(open_here: Open, backend: MemoryBackend) -> None:

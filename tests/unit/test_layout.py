@@ -22,7 +22,7 @@ SPELLED = {
     layout.CONFIG: "config",
     layout.floor(5): "gc/floor/0000000005",
     layout.proposed_floor("0123456789abcdef"): "gc/proposed/0123456789abcdef",
-    layout.RESERVE: "reserve",
+    layout.reserve(3): "reserve/3",
 }
 
 

@@ -303,7 +303,7 @@ def test_a_short_name_never_drops_an_unreadable_record_in_place_of_a_tag(
     store: Store, open_here: Open, monkeypatch: pytest.MonkeyPatch, place: Path, damage: Callable[..., None]
 ) -> None:
     nonces = itertools.chain(["0" * 16, "a" + "1" * 15, "2" * 16])
-    monkeypatch.setattr("ckstore.writer.new_nonce", lambda: next(nonces))
+    monkeypatch.setattr("ckstore.floor.new_nonce", lambda: next(nonces))
     for step in (1, 2, 3):
         store.save({"n": step}, step=step)
     store.tag("a", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckstore import layout
+from ckstore import layout, prune
+from ckstore.announce import pinned
 from ckstore.backend.fs import FsWrapper, OsFs
 from ckstore.backend.local import LocalBackend
 from ckstore.errors import BackendError, NoSpaceError
-from ckstore.reserve import RESERVE_BYTES
+from ckstore.ids import SaveName
+from ckstore.reserve import PIECE_BYTES, PIECES
 from ckstore.store import Store
 
 Noise = Callable[..., np.ndarray]
@@ -22,15 +25,27 @@ Open = Callable[..., Store]
 
 
 class SmallDisk(FsWrapper):
-    """A file system of so many bytes: what files under `root` hold is counted, and what is over is refused."""
+    """A file system of so many bytes and so many files and folders below `root`: what is over is refused."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(OsFs())
         self.root = root
         self.capacity = 1 << 40
+        self.most_files = 1 << 40
 
     def used(self) -> int:
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+
+    def files(self) -> int:
+        return sum(1 for _ in self.root.rglob("*"))
+
+    def mkdir(self, path: str) -> None:
+        self._check_files()
+        super().mkdir(path)
+
+    def _check_files(self) -> None:
+        if self.files() >= self.most_files:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     def _check(self, more: int) -> None:
         if self.used() + more > self.capacity:
@@ -38,6 +53,7 @@ class SmallDisk(FsWrapper):
 
     def create(self, path: str) -> int:
         self._check(1)
+        self._check_files()
         return super().create(path)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
@@ -47,6 +63,10 @@ class SmallDisk(FsWrapper):
     def preallocate(self, fd: int, size: int) -> None:
         self._check(size)
         super().preallocate(fd, size)
+
+
+def reserved(place: Path) -> int:
+    return sum(path.stat().st_size for path in (place / layout.RESERVE).glob("*"))
 
 
 @pytest.fixture
@@ -65,7 +85,7 @@ def full(open_here: Open, place: Path, disk: SmallDisk, noise: Noise) -> Store:
 
 
 def test_a_new_store_has_a_reserve(store: Store, place: Path) -> None:
-    assert (place / layout.RESERVE).stat().st_size == RESERVE_BYTES
+    assert reserved(place) == PIECES * PIECE_BYTES
 
 
 def test_a_save_may_not_spend_it(full: Store, noise: Noise, place: Path, disk: SmallDisk) -> None:
@@ -83,9 +103,9 @@ def test_prune_and_gc_work_on_a_full_disk_and_set_it_aside_again(
     report = full.prune({"keep_last": 1})
     assert len(report.removed) == 2
     assert report.freed_bytes > 40 * 4096
-    disk.capacity += RESERVE_BYTES  # what was freed is less than the reserve of so small a store
+    disk.capacity += PIECES * PIECE_BYTES  # what was freed is less than the reserve of so small a store
     full.gc()
-    assert (place / layout.RESERVE).stat().st_size == RESERVE_BYTES
+    assert reserved(place) == PIECES * PIECE_BYTES
     full.save({"w": noise(4, 20)}, step=4)
     assert np.array_equal(full.restore()["w"], noise(4, 20))
     assert full.verify().ok
@@ -94,7 +114,7 @@ def test_prune_and_gc_work_on_a_full_disk_and_set_it_aside_again(
 def test_without_a_reserve_a_full_disk_is_one_clear_error_and_loses_nothing(
     full: Store, noise: Noise, place: Path, disk: SmallDisk
 ) -> None:
-    (place / layout.RESERVE).unlink()
+    shutil.rmtree(place / layout.RESERVE)
     disk.capacity = disk.used()
     with pytest.raises(NoSpaceError):
         full.prune({"keep_last": 1})
@@ -128,6 +148,68 @@ def test_a_disk_without_room_for_anything_makes_no_store(open_here: Open, place:
 
 def test_the_reserve_does_not_compress(open_here: Open, place: Path) -> None:
     open_here()
-    kept = (place / layout.RESERVE).read_bytes()
-    assert len(kept) == RESERVE_BYTES
-    assert len(zlib.compress(kept)) > RESERVE_BYTES * 0.99
+    kept = (place / layout.reserve(0)).read_bytes()
+    assert len(kept) == PIECE_BYTES
+    assert len(zlib.compress(kept)) > PIECE_BYTES * 0.99
+
+
+# a filesystem that holds no more files
+
+
+@pytest.fixture
+def crowded(open_here: Open, place: Path, disk: SmallDisk) -> Store:
+    """A store with sixty snapshots, each a record and nothing else, on a filesystem with room for no more files."""
+    store = open_here(LocalBackend(place, disk))
+    for step in range(60):
+        store.save({"step": step}, step=step)
+    disk.most_files = disk.files()
+    return store
+
+
+def names(store: Store) -> list[SaveName]:
+    """The snapshots, newest first."""
+    return [SaveName(info.order[1], info.order[2]) for info in store.snapshots()]
+
+
+def test_a_filesystem_out_of_files_is_one_clear_error_and_prune_makes_room(
+    crowded: Store, place: Path, disk: SmallDisk
+) -> None:
+    before = disk.files()
+    with pytest.raises(NoSpaceError, match="ckstore prune"):
+        crowded.save({"step": 60}, step=60)
+    assert disk.files() == before
+    report = crowded.prune({"keep_last": 2})
+    assert len(report.removed) == len(set(report.removed)) == 58
+    assert report.spared == {}
+    assert set(report.kept) == {info.id for info in crowded.snapshots()}
+    crowded.save({"step": 60}, step=60)
+    assert [info.step for info in crowded.snapshots()] == [60, 59, 58]
+    assert crowded.restore() == {"step": 60}
+    assert crowded.verify().ok
+    assert not list((place / layout.MARKS).glob("*/condemned-*"))
+    assert reserved(place) == PIECES * PIECE_BYTES
+
+
+def test_what_is_spared_does_not_stop_a_prune_that_has_no_files_left(crowded: Store, disk: SmallDisk) -> None:
+    disk.most_files = 1 << 40
+    with pinned(crowded._context.backend, "reading", names(crowded)[-4:]):
+        disk.most_files = disk.files()
+        report = crowded.prune({"keep_last": 2})
+    assert len(report.removed) == 54
+    assert set(report.spared.values()) == {"reading"}
+
+
+def test_gc_finishes_a_removal_on_a_filesystem_out_of_files(crowded: Store, disk: SmallDisk) -> None:
+    disk.most_files = 1 << 40
+    prune.condemn(crowded._context, names(crowded)[2:], {})
+    disk.most_files = disk.files()
+    assert len(crowded.gc(patience=0).removed) == 58
+    assert [info.step for info in crowded.snapshots()] == [59, 58]
+    crowded.save({"step": 60}, step=60)
+    assert crowded.verify().ok
+
+
+def test_drop_works_on_a_filesystem_out_of_files(crowded: Store) -> None:
+    assert len(crowded.drop(3).removed) == 1
+    crowded.save({"step": 60}, step=60)
+    assert crowded.restore() == {"step": 60}

@@ -1,0 +1,93 @@
+"""What frees space, as the order of its steps: prune, drop and gc, on a storage that may be full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from ckstore import floor, gc, prune, repack
+from ckstore.announce import PATIENCE_SECONDS
+from ckstore.context import Context
+from ckstore.errors import NoSpaceError
+from ckstore.gc import Sweep
+from ckstore.ids import SaveName
+from ckstore.progress import Progress, silent
+from ckstore.prune import PruneReport, Removal
+from ckstore.reserve import is_spent, spending
+from ckstore.retention import Retention
+
+FEW = 2
+"""Snapshots removed at a time where there is no room to mark them all: what that takes is less than the reserve.
+
+Each takes a folder and two marks, and once for all a floor, its proposal and their folders.
+"""
+
+Remove = Callable[[int | None, Removal], Removal]
+
+
+def prune_store(
+    context: Context, policy: Retention, branch: str | None = None, progress: Progress = silent
+) -> PruneReport:
+    """Remove what `policy` does not keep, and free what only that needed."""
+    with spending(context) as context:
+        gc.give_up(context)
+        removal, freed = _removed(context, lambda most, so_far: prune.prune(context, policy, branch, most, so_far))
+        freed += gc.sweep(context, progress)
+        _raise_floor(context)
+        return prune.report(removal, freed.freed_bytes)
+
+
+def drop(context: Context, save: SaveName, force: bool = False, progress: Progress = silent) -> PruneReport:
+    """Remove one snapshot, and free what only it needed."""
+    with spending(context) as context:
+        gc.give_up(context)
+        removal = prune.drop(context, [save], force)
+        freed = gc.sweep(context, progress)
+        _raise_floor(context)
+        return prune.report(removal, freed.freed_bytes)
+
+
+def collect(context: Context, patience: float = PATIENCE_SECONDS, progress: Progress = silent) -> Sweep:
+    """Finish what was cut short, free what nothing reaches, and repack what is mostly dead."""
+    with spending(context) as context:
+        floor.clear_unreadable(context)
+        freed = gc.give_up(context, patience)
+        removal, swept = _removed(
+            context, lambda most, so_far: prune.finish_condemned(context, patience, most, so_far)
+        )
+        repack.finish_interrupted(context)
+        freed += swept + gc.sweep(context, progress)
+        with suppress(NoSpaceError):  # it is put off then; what was begun is finished by the next gc
+            written = repack.repack(context, progress=progress)
+            if written:
+                freed += gc.sweep(context, progress)
+                freed.freed_bytes -= written
+        freed.removed = removal.removed
+        _raise_floor(context)
+        return freed
+
+
+def _removed(context: Context, remove: Remove) -> tuple[Removal, Sweep]:
+    """Remove all at once; or, where there is no room for all marks, few at a time, freeing what they held in between.
+
+    The number grows as room is made: every call costs a look at the whole store.
+    """
+    removal, freed = Removal(), Sweep()
+    most: int | None = None
+    while True:
+        settled = len(removal.removed) + len(removal.spared)
+        try:
+            removal = remove(most, removal)
+            if most is None or len(removal.removed) + len(removal.spared) == settled:
+                return removal, freed
+            most *= 2
+        except NoSpaceError:
+            if most == FEW:
+                raise
+            most = FEW
+        freed += gc.sweep(context)
+        floor.raise_floor(context, least=1)
+
+
+def _raise_floor(context: Context) -> None:
+    floor.raise_floor(context, least=1 if is_spent(context.backend) else floor.WORTH_IT)
