@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ckstore import diff as differences
-from ckstore import facts, gc, layout, prune, refs, repack, restorer, upkeep, writer
+from ckstore import facts, gc, layout, prune, refs, repack, restorer, saver, upkeep
 from ckstore import status as statuses
 from ckstore.announce import PATIENCE_SECONDS, pinned
 from ckstore.arguments import chunk_size_of, name_of, patience_of, patterns_of, step_of, tags_of
@@ -174,8 +174,8 @@ class Store:
             epoch = self._epochs.get(branch)
         with undisturbed("save"):
             captured = capture(state, chunk_size=self._context.config.chunk_size)
-            request = writer.SaveRequest(step, branch, labels, packed_meta, full, epoch)
-            saved = writer.save(self._context, captured, request)
+            request = saver.SaveRequest(step, branch, labels, packed_meta, full, epoch)
+            saved = saver.save(self._context, captured, request)
         return SnapshotInfo.of(saved.record, saved.tags)
 
     def restore(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckstore import commit, floor, layout, writer
+from ckstore import commit, floor, layout, saver
 from ckstore.announce import pinned
 from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import CkstoreError, CorruptionError, FormatError, NotFoundError
@@ -111,7 +111,7 @@ def build(patch: pytest.MonkeyPatch) -> Subject:
     simulate(patch)
     backend = MemoryBackend()
     with pytest.MonkeyPatch.context() as constants:
-        constants.setattr(writer, "PACK_SIZE", 1000)
+        constants.setattr(saver, "PACK_SIZE", 1000)
         store = open_store(backend, create=True, cache_dir="/proc/nowhere", chunk_size=4096)
         for step in range(1, 4):
             store.save(state_of(step), step=step)
@@ -119,7 +119,7 @@ def build(patch: pytest.MonkeyPatch) -> Subject:
         assert floor.raise_floor(store._context, least=1)
         store.save(state_of(4), step=4, tags=["best"])
         store.drop("step:3", force=True)
-        constants.setattr(writer, "INLINE_BYTES", 0)
+        constants.setattr(saver, "INLINE_BYTES", 0)
         store.open_epoch()
         store.save(state_of(5), step=5)
         store.quarantine("step:4", "looks odd")

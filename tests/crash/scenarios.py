@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckstore import writer
+from ckstore import saver
 from ckstore.backend.fs import Fs
 from ckstore.errors import BackendError
 from ckstore.testing.faults import Fault, FaultyFs
@@ -215,7 +215,7 @@ def limits(**changed: int) -> Iterator[None]:
     """Within it, constants of the writer are these."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changed.items():
-            patch.setattr(writer, name, value)
+            patch.setattr(saver, name, value)
         yield
 
 

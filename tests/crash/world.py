@@ -19,7 +19,7 @@ import pytest
 from blake3 import blake3
 
 import ckstore.process
-from ckstore import announce, floor, layout, reader, reserve, writer
+from ckstore import announce, floor, layout, reader, reserve, saver
 from ckstore.backend.fs import Fs, FsWrapper
 from ckstore.backend.local import LocalBackend
 from ckstore.format.manifest import Location
@@ -329,7 +329,7 @@ def _without(found: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 def simulate(patch: pytest.MonkeyPatch) -> Host:
     """A host whose processes have one thread each, so that a log is the same at every run, and a small reserve."""
     patch.setattr(announce, "Renewal", _NoRenewal)
-    patch.setattr(writer, "ThreadPoolExecutor", _Inline)
+    patch.setattr(saver, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
     patch.setattr(reserve, "PIECES", 2)
     patch.setattr(reserve, "PIECE_BYTES", RESERVE // 2)

@@ -94,7 +94,7 @@ _ANNOUNCED_LATE = _edit(
 )  # fmt: skip
 
 _TRUSTING = _edit(
-    "writer:save",
+    "saver:save",
     ("                known.check_still_there("
      "pack.name for pack in record.packs if layout.save_of_pack(pack.name) != name)\n", ""),
 )  # fmt: skip
@@ -106,7 +106,7 @@ RULES = (
     _rule("a save announces itself, then reads facts", "beside drop", _ANNOUNCED_LATE, _TRUSTING, budget=5000),
     _rule("a save builds on nothing condemned", "beside drop", _edit(
         "announce:announced", ("marks.removed | marks.quarantined | marks.condemned.keys()", "marks.removed")), _edit(
-        "writer:_parents", (" | history.marks.condemned.keys()", ""))),
+        "saver:_parents", (" | history.marks.condemned.keys()", ""))),
     _rule("an index hit counts only in the closure of an announced parent", "stale index", _edit(
         "known:Known.find",
         ("if written is not None and written.pack in self._sizes:\n            with suppress(*_LOST):\n",
@@ -115,13 +115,13 @@ RULES = (
     _rule("packs are durable before the commit record", "reuse", _edit(
         "pack:PackWriter._end_stream",
         ("stream.commit()", "self._backend.__dict__.setdefault('deferred', []).append(stream)")), _edit(
-        "writer:save",
+        "saver:save",
         ("            commit(context, record)\n",
          "            commit(context, record)\n"
          "            [late.commit() for late in context.backend.__dict__.pop('deferred', [])]\n"))),
     _rule("an announcement stays until its save is decided", "reuse", _edit(
         "announce:announced", ("if _is_decided(backend, SaveName.parse(record.save)):", "if True:")), _edit(
-        "writer:save",
+        "saver:save",
         ("            commit(context, record)\n            tagged = _set_tags",
          "        commit(context, record)\n        tagged = _set_tags"))),
     # --- commits
@@ -206,7 +206,7 @@ RULES = (
         "floor:_raise",
         ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
     _rule("a save below a proposed floor takes another name", "slow", _edit(
-        "writer:save", ("if floor.is_below(context, name):", "if False:"))),
+        "saver:save", ("if floor.is_below(context, name):", "if False:"))),
     _rule("proposals are read before the floor", "slow", _edit(
         "floor:is_below",
         ("    proposed = _proposed_sequences(context)\n    return save.sequence < max([_current(context), *proposed])",
@@ -234,8 +234,8 @@ RULES = (
          "    withdraw(context, save, victims)\n    finish(context, save, relocation)\n")), _TRUSTING),
     # --- epochs, pins, refs
     _rule("an older run is refused", "epochs", _edit(
-        "writer:save", ("check_epoch(context, request.branch, announcement.epoch)", "pass")), _edit(
-        "writer:_announcement", ("if epochs.newest > epoch:", "if False:"))),
+        "saver:save", ("check_epoch(context, request.branch, announcement.epoch)", "pass")), _edit(
+        "saver:_announcement", ("if epochs.newest > epoch:", "if False:"))),
     _rule("a record of an older epoch is never latest", "epochs", _edit(
         "history:History.is_fenced", ("return ceiling is not None and order_of(commit) > ceiling", "return False"))),
     _rule("what an epoch goes on from is pinned", "going back", _edit(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ckstore import prune, writer
+from ckstore import prune
 from tests.stateful.interleave import Actor, Deviating, Pct, Scheduler, schedules
 from tests.stateful.mutations import RULES, Edit, Rule, switched_off
 from tests.stateful.scenarios import SCENARIOS, Finding, base_objects, search, search_all
@@ -154,10 +154,10 @@ def test_an_actor_that_crashed_has_no_effect_any_more() -> None:
 
 
 def test_a_mutation_reaches_every_module_and_is_undone() -> None:
-    before = writer.read_history
+    before = saver.read_history
     with switched_off(Edit("ckstore.history:read_history", (("while True:", "while 1:"),))):
-        assert writer.read_history is prune.read_history is not before
-    assert writer.read_history is prune.read_history is before
+        assert saver.read_history is prune.read_history is not before
+    assert saver.read_history is prune.read_history is before
 
 
 def test_a_mutation_of_a_rule_that_was_rewritten_fails_loudly() -> None:

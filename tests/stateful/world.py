@@ -24,8 +24,8 @@ from blake3 import blake3
 import ckstore.announce
 import ckstore.ids
 import ckstore.reader
-import ckstore.writer
-from ckstore import floor, gc, layout, prune, repack, writer
+import ckstore.saver
+from ckstore import floor, gc, layout, prune, repack, saver
 from ckstore.announce import Patience
 from ckstore.backend.base import Capabilities
 from ckstore.backend.memory import MemoryBackend, MemoryStream
@@ -119,7 +119,7 @@ def single_threaded() -> Iterator[None]:
     """Nothing of the engine runs beside the actors, and nothing of it is random."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ckstore.announce, "Renewal", _Still)
-        patch.setattr(ckstore.writer, "ThreadPoolExecutor", _Inline)
+        patch.setattr(ckstore.saver, "ThreadPoolExecutor", _Inline)
         patch.setattr(ckstore.reader, "ThreadPoolExecutor", _Inline)
         patch.setattr(ckstore.ids, "secrets", _Nonces)
         # Every gc here has patience for ever or for no time at all: what it saw before does not matter.
@@ -339,9 +339,9 @@ class World:
             newest = max(self.truth.epochs[branch], default=0)
             saved = self.pending[actor] = Saved(actor, value, branch, epoch, newest, tags)
             self.saved.append(saved)
-            request = writer.SaveRequest(value, branch, tags, full=full, epoch=epoch)
+            request = saver.SaveRequest(value, branch, tags, full=full, epoch=epoch)
             try:
-                commit = writer.save(self.context(actor, commit_fault), captured(value), request).record
+                commit = saver.save(self.context(actor, commit_fault), captured(value), request).record
             except CkstoreError as error:
                 saved.error = error
                 return

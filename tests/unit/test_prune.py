@@ -434,8 +434,8 @@ def test_a_save_whose_process_is_gone_holds_no_prune_back(tmp_path: Path) -> Non
         store.save({"x": 1}, step=1)
     child = (
         "import os, sys, ckstore\n"
-        "import ckstore.writer as writer\n"
-        "writer.commit = lambda *_: os._exit(9)\n"
+        "import ckstore.saver as saver\n"
+        "saver.commit = lambda *_: os._exit(9)\n"
         f"ckstore.open({str(place)!r}, cache_dir={str(cache)!r}).save({{'x': 2}}, step=2)\n"
     )
     assert subprocess.run([sys.executable, "-c", child], check=False).returncode == 9

@@ -122,7 +122,7 @@ def test_a_big_manifest_stands_beside_its_record(store: Store, place: Path) -> N
 
 
 def test_every_pack_has_a_bounded_size(store: Store, noise: Noise, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckstore.writer.PACK_SIZE", 40_000)
+    monkeypatch.setattr("ckstore.saver.PACK_SIZE", 40_000)
     store.save({"w": noise(1, 40)}, step=1)
     commit, _ = store._find(1)
     assert len(commit.packs) == 4
@@ -212,7 +212,7 @@ def test_a_tag_that_cannot_be_set_does_not_hide_that_the_snapshot_is_saved(
 def test_packs_written_before_the_failure_are_deleted(
     open_here: Open, noise: Noise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckstore.writer.PACK_SIZE", 8192)
+    monkeypatch.setattr("ckstore.saver.PACK_SIZE", 8192)
     inner = MemoryBackend()
     seen: list[int] = []
 
