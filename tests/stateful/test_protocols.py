@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ckstore import prune
+from ckstore import prune, saver
 from tests.stateful.interleave import Actor, Deviating, Pct, Scheduler, schedules
 from tests.stateful.mutations import RULES, Edit, Rule, switched_off
 from tests.stateful.scenarios import SCENARIOS, Finding, base_objects, search, search_all
