@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ckstore import layout
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, FencedError
+from ckstore.errors import BackendError, CkstoreError, FencedError, NoSpaceError
 from ckstore.format import records
 from ckstore.history import is_void, newest_epoch, read_decision, read_floor, read_optional
 from ckstore.ids import SaveName
@@ -28,8 +28,8 @@ def commit(context: Context, record: records.Commit | records.Relocation) -> Non
         check_same_store(context)
         _create(context, save, record)
     except CkstoreError:
-        with suppress(CkstoreError):
-            if isinstance(read_decision(context, save), records.Abort):
+        if is_aborted(context, save):
+            with suppress(CkstoreError):
                 _delete_written(context, save)
         raise
 
@@ -42,7 +42,7 @@ def _create(context: Context, save: SaveName, record: records.Commit | records.R
             raise
         created = True
     if not created and not isinstance(read_decision(context, save), type(record)):
-        raise FencedError(f"save {save.nonce} was aborted from outside while it was being written; save again")
+        raise given_up(save)
     _check_floor(context, save)
 
 
@@ -61,8 +61,27 @@ def discard(context: Context, save: SaveName, reason: str) -> None:
     """
     with suppress(CkstoreError):
         _delete_written(context, save)
-    with suppress(CkstoreError):
+    try:
         abort(context, save, reason)
+    except NoSpaceError:
+        # Nothing will ever commit it: without its announcement, gc decides what there still is of it.
+        with suppress(CkstoreError):
+            context.backend.delete(layout.announcement(save))
+    except CkstoreError:
+        pass
+
+
+def is_aborted(context: Context, save: SaveName) -> bool:
+    """Whether ABORT stands under the name of `save`; False too if that cannot be read."""
+    try:
+        return isinstance(read_decision(context, save), records.Abort)
+    except CkstoreError:
+        return False
+
+
+def given_up(save: SaveName) -> FencedError:
+    """What to tell the writer of a save that somebody else aborted."""
+    return FencedError(f"save {save.nonce} was aborted from outside while it was being written; save again")
 
 
 def _delete_written(context: Context, save: SaveName) -> None:

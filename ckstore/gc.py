@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckstore import layout
-from ckstore.announce import PATIENCE_SECONDS, Patience, list_announcers
+from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
 from ckstore.commit import abort
 from ckstore.context import Context
 from ckstore.errors import BackendError, CorruptionError, NoSpaceError, NotFoundError
@@ -94,7 +94,8 @@ def give_up(context: Context, patience: float = PATIENCE_SECONDS) -> Sweep:
     remains = _owners([*context.backend.list(layout.PACKS), *context.backend.list(layout.MANIFESTS)])
     announcers = list_announcers(context.backend)
     given_up = Patience(context.cache, context.monotonic, patience).exhausted(announcers)
-    lost = {one.save for one in announcers if one.name in given_up and one.save}
+    gone = [one for one in announcers if one.name in given_up]
+    lost = {one.save for one in gone if one.save}
     unannounced = remains - {one.save for one in announcers}
     undecided = (lost | unannounced) - set(list_saves(context.backend, layout.SNAPSHOTS))
     reason = "given up by gc: its writer is gone or stood still"
@@ -102,11 +103,16 @@ def give_up(context: Context, patience: float = PATIENCE_SECONDS) -> Sweep:
         for save in sorted(undecided):
             if abort(context, save, reason):
                 result.aborted.append(save)
+            # At once: on a full filesystem this makes the room for the next record.
+            result.freed_objects += _withdraw(context, (one for one in gone if one.save == save))
     decided = set(list_saves(context.backend, layout.SNAPSHOTS))
-    for one in announcers:
-        if one.name in given_up and (one.save is None or one.save in decided):
-            result.freed_objects += context.backend.delete(one.name)
+    result.freed_objects += _withdraw(context, (one for one in gone if one.save is None or one.save in decided))
     return result
+
+
+def _withdraw(context: Context, announcers: Iterable[Announcer]) -> int:
+    """Delete announcements and pins; how many were there."""
+    return sum(context.backend.delete(one.name) for one in announcers)
 
 
 def plan_sweep(context: Context) -> Sweep:

@@ -10,13 +10,13 @@ one of them sees the other. Tests switch off each arrow in turn.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ckstore import facts, layout, retention
 from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
 from ckstore.context import Context
-from ckstore.errors import CkstoreError, CorruptionError, FormatError, NoSpaceError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NoSpaceError, NotFoundError
 from ckstore.format import records
 from ckstore.history import History, Tags, order_of, read_history, read_marks, read_tags
 from ckstore.ids import SaveName, new_nonce
@@ -37,6 +37,7 @@ class Removal:
     keep: dict[SaveName, tuple[str, ...]] = field(default_factory=dict)
     removed: list[SaveName] = field(default_factory=list)
     spared: dict[SaveName, str] = field(default_factory=dict)
+    tried: set[SaveName] = field(default_factory=set)
 
 
 def plan_prune(context: Context, policy: Retention, branch: str | None = None) -> retention.Plan:
@@ -53,20 +54,24 @@ def prune(
 ) -> Removal:
     """Remove what `policy` does not keep, at most so many of them. Their bytes are freed by gc.
 
-    With `so_far`, go on from there: what was spared is left alone, and all that is done is added to it, also when this
-    raises.
+    With `so_far`, go on from there: what was tried is left alone, and all that is done is added to it, also when this
+    raises for want of space; what was not done then is as if it had not been tried.
     """
     result = Removal() if so_far is None else so_far
-    victims = [save for save in plan_prune(context, policy, branch).drop if save not in result.spared][:most]
+    victims = _untried(plan_prune(context, policy, branch).drop, most, result)
     with _condemned(context, victims, result) as own:
         announcers, tags = list_announcers(context.backend), read_tags(context.backend)
         plan = _plan(context, read_history(context), policy, branch, own)
         result.keep = dict(plan.keep)
         _make_durable(context)
         for save in victims:
+            wanted = save not in plan.drop
+            spared = "" if wanted else _remove_unless_named(context, save, announcers, tags, result)
             # One spared for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
-            if save not in plan.drop or _remove_unless_named(context, save, announcers, tags, result) in _NAMED:
+            # Not where there is too little room for that.
+            if wanted or spared in _NAMED or (spared and most is not None):
                 context.backend.delete(own[save])
+    result.spared = {save: why for save, why in result.spared.items() if save not in plan.keep}
     return result
 
 
@@ -102,7 +107,7 @@ def finish_condemned(
     """
     result = Removal() if so_far is None else so_far
     abandoned = _abandoned(context, patience)
-    waiting = [save for save in abandoned if save not in result.spared][:most]
+    waiting = _untried(abandoned, most, result)
     if not waiting:
         return result
     with _condemned(context, waiting, result) as own:
@@ -121,6 +126,13 @@ def finish_condemned(
                 for name in abandoned[save]:
                     context.backend.delete(name)
     return result
+
+
+def _untried(saves: Iterable[SaveName], most: int | None, so_far: Removal) -> list[SaveName]:
+    """The next of `saves` to be tried, at most so many; from now on they count as tried."""
+    found = [save for save in saves if save not in so_far.tried][:most]
+    so_far.tried.update(found)
+    return found
 
 
 def _abandoned(context: Context, patience: float) -> dict[SaveName, list[str]]:
@@ -164,7 +176,7 @@ def _make_durable(context: Context) -> None:
 def _condemned(context: Context, saves: Iterable[SaveName], result: Removal) -> Iterator[dict[SaveName, str]]:
     """Condemn `saves` and yield the marks' names.
 
-    Where there is no room to go on, those of what is not in `result` yet are withdrawn. In the end withdrawals are made
+    Where there is no room to go on, those of what is not settled yet are withdrawn. In the end withdrawals are made
     durable: a mark that a power cut brought back would have gc finish a removal.
     """
     own: dict[SaveName, str] = {}
@@ -172,9 +184,11 @@ def _condemned(context: Context, saves: Iterable[SaveName], result: Removal) -> 
         condemn(context, saves, own)
         yield own
     except NoSpaceError:
-        for save, mark in own.items():
-            if save not in result.removed and save not in result.spared:
-                context.backend.delete(mark)
+        with suppress(BackendError):
+            for save in own.keys() - set(result.removed) - result.spared.keys():
+                context.backend.delete(own[save])
+            context.backend.sync(layout.MARKS)
+        result.tried = {*result.removed, *result.spared}
         raise
     if not own.keys() <= set(result.removed):
         context.backend.sync(layout.MARKS)

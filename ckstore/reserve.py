@@ -14,7 +14,7 @@ from typing import TypeVar
 from ckstore import layout
 from ckstore.backend.base import Backend, Capabilities, PutStream
 from ckstore.context import Context
-from ckstore.errors import NoSpaceError, NotFoundError
+from ckstore.errors import BackendError, NoSpaceError, NotFoundError
 
 PIECES = 16
 PIECE_BYTES = 64 << 10
@@ -23,24 +23,50 @@ T = TypeVar("T")
 
 
 def set_aside(backend: Backend) -> None:
-    """Make what is missing of the reserve if the storage can be full. A disk without room for it stays without."""
-    if not backend.capabilities.reserve:
-        return
-    missing = [name for name in map(layout.reserve, range(PIECES)) if _size(backend, name) != PIECE_BYTES]
-    with suppress(NoSpaceError):
-        for name in missing:
-            # Random bytes: a filesystem that compresses would keep no room for zeros. What a crash tears is made anew.
-            backend.put(name, os.urandom(PIECE_BYTES), durable=False)
+    """Make a new store's reserve if the storage can be full. Where there is no room for all of it there is none."""
+    if backend.capabilities.reserve and not _fill_up(backend):
+        for name in backend.list(layout.RESERVE):
+            backend.delete(name)
 
 
-def give_back(backend: Backend) -> bool:
-    """Delete the reserve; whether there was any."""
-    return sum(backend.delete(name) for name in backend.list(layout.RESERVE)) > 0
+def check_whole(backend: Backend) -> None:
+    """`NoSpaceError` if some of the reserve is spent and there is no room to make it whole again.
+
+    What a removal frees is for removals, until it frees enough: a save that took it could wedge the store.
+    """
+    if is_spent(backend) and not _fill_up(backend):
+        raise NoSpaceError("the storage is full: what was freed is set aside; free more with `ckstore prune`")
 
 
 def is_spent(backend: Backend) -> bool:
-    """Whether some of the reserve has been given back, or there never was room for it."""
-    return backend.capabilities.reserve and len(backend.list(layout.RESERVE)) < PIECES
+    """Whether some of the reserve has been given back. The last piece never is: a store without any never had one."""
+    return backend.capabilities.reserve and 0 < len(backend.list(layout.RESERVE)) < PIECES
+
+
+@contextmanager
+def spending(context: Context) -> Iterator[Context]:
+    """The same store, whose writes give the reserve back when the storage is full. It is made again afterwards."""
+    try:
+        yield replace(context, backend=_Spending(context.backend))
+    finally:
+        # Whatever fails here comes up again at the next save; what was done stays done.
+        with suppress(BackendError):
+            if is_spent(context.backend):
+                _fill_up(context.backend)
+            else:
+                set_aside(context.backend)
+
+
+def _fill_up(backend: Backend) -> bool:
+    """Make what is missing of the reserve; whether it is whole now."""
+    try:
+        for name in map(layout.reserve, range(PIECES)):
+            if _size(backend, name) != PIECE_BYTES:  # a crash may have torn it
+                # Random bytes: a filesystem that compresses would keep no room for zeros.
+                backend.put(name, os.urandom(PIECE_BYTES), durable=False)
+    except NoSpaceError:
+        return False
+    return True
 
 
 def _size(backend: Backend, name: str) -> int:
@@ -50,17 +76,11 @@ def _size(backend: Backend, name: str) -> int:
         return -1
 
 
-@contextmanager
-def spending(context: Context) -> Iterator[Context]:
-    """The same store, whose writes give the reserve back when the storage is full. It is made again afterwards."""
-    try:
-        yield replace(context, backend=_Spending(context.backend))
-    finally:
-        set_aside(context.backend)
-
-
 class _Spending:
-    """A backend that deletes the reserve and tries again when there is no space."""
+    """A backend that deletes a piece of the reserve and tries again as long as there is no space.
+
+    Marks may not take it all: the record of an aborted save and the floor, which free more than they take, come after.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -74,10 +94,10 @@ class _Spending:
         return self._backend.capabilities
 
     def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        self._try(lambda: self._backend.put(name, data, durable=durable))
+        self._try(name, lambda: self._backend.put(name, data, durable=durable))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        return self._try(lambda: self._backend.put_if_absent(name, data))
+        return self._try(name, lambda: self._backend.put_if_absent(name, data))
 
     def put_stream(self, name: str, size_hint: int) -> PutStream:
         return self._backend.put_stream(name, size_hint)
@@ -106,10 +126,13 @@ class _Spending:
     def close(self) -> None:
         self._backend.close()
 
-    def _try(self, write: Callable[[], T]) -> T:
-        try:
-            return write()
-        except NoSpaceError:
-            if not give_back(self._backend):
-                raise
-            return write()
+    def _try(self, name: str, write: Callable[[], T]) -> T:
+        keep = max(1, PIECES * 3 // 8) if name.startswith(layout.MARKS) else 1
+        while True:
+            try:
+                return write()
+            except NoSpaceError:
+                pieces = self._backend.list(layout.RESERVE)
+                if len(pieces) <= keep:
+                    raise
+                self._backend.delete(pieces[-1])

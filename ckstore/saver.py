@@ -16,7 +16,7 @@ from ckstore import chunking, codec, floor, layout
 from ckstore.announce import announced
 from ckstore.codec import Choice
 from ckstore.codec.choose import choose, sample_of
-from ckstore.commit import check_epoch, check_same_store, commit, discard
+from ckstore.commit import check_epoch, check_same_store, commit, discard, given_up, is_aborted
 from ckstore.context import Context
 from ckstore.errors import CkstoreError, ConflictError, InvalidInputError
 from ckstore.format import manifest, records
@@ -26,6 +26,7 @@ from ckstore.ids import SaveName, digest
 from ckstore.known import Known
 from ckstore.pack import PACK_SIZE, PackWriter
 from ckstore.process import current_owner
+from ckstore.reserve import check_whole
 from ckstore.state.capture import Blob, Captured
 from ckstore.tags import put_tag
 from ckstore.threads import submit
@@ -65,6 +66,7 @@ def save(context: Context, captured: Captured, request: SaveRequest) -> Saved:
     """
     started = context.monotonic()
     check_same_store(context)  # and again at the commit
+    check_whole(context.backend)
     for _ in range(8):
         history = read_history(context)
         announcement = _announcement(context, history, request)
@@ -80,7 +82,11 @@ def save(context: Context, captured: Captured, request: SaveRequest) -> Saved:
                 known.check_still_there(pack.name for pack in record.packs if layout.save_of_pack(pack.name) != name)
                 check_epoch(context, request.branch, announcement.epoch)
             except BaseException as error:
+                aborted = is_aborted(context, name)
                 discard(context, name, f"{type(error).__name__}: {error}")
+                if aborted and isinstance(error, CkstoreError):
+                    # Whatever went wrong: what it was built from may have been taken since.
+                    raise given_up(name) from error
                 raise
             commit(context, record)
             tagged = _set_tags(context, name, request.tags)

@@ -8,19 +8,13 @@ from contextlib import suppress
 from ckstore import floor, gc, prune, repack
 from ckstore.announce import PATIENCE_SECONDS
 from ckstore.context import Context
-from ckstore.errors import NoSpaceError
+from ckstore.errors import CorruptionError, NoSpaceError
 from ckstore.gc import Sweep
 from ckstore.ids import SaveName
 from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport, Removal
 from ckstore.reserve import is_spent, spending
 from ckstore.retention import Retention
-
-FEW = 2
-"""Snapshots removed at a time where there is no room to mark them all: what that takes is less than the reserve.
-
-Each takes a folder and two marks, and once for all a floor, its proposal and their folders.
-"""
 
 Remove = Callable[[int | None, Removal], Removal]
 
@@ -31,7 +25,9 @@ def prune_store(
     """Remove what `policy` does not keep, and free what only that needed."""
     with spending(context) as context:
         gc.give_up(context)
-        removal, freed = _removed(context, lambda most, so_far: prune.prune(context, policy, branch, most, so_far))
+        removal, freed = _removed(
+            context, PATIENCE_SECONDS, lambda most, so_far: prune.prune(context, policy, branch, most, so_far)
+        )
         freed += gc.sweep(context, progress)
         _raise_floor(context)
         return prune.report(removal, freed.freed_bytes)
@@ -43,7 +39,8 @@ def drop(context: Context, save: SaveName, force: bool = False, progress: Progre
         gc.give_up(context)
         removal = prune.drop(context, [save], force)
         freed = gc.sweep(context, progress)
-        _raise_floor(context)
+        with suppress(CorruptionError):  # a floor that cannot be read: it is gc that says so
+            _raise_floor(context)
         return prune.report(removal, freed.freed_bytes)
 
 
@@ -53,11 +50,12 @@ def collect(context: Context, patience: float = PATIENCE_SECONDS, progress: Prog
         floor.clear_unreadable(context)
         freed = gc.give_up(context, patience)
         removal, swept = _removed(
-            context, lambda most, so_far: prune.finish_condemned(context, patience, most, so_far)
+            context, patience, lambda most, so_far: prune.finish_condemned(context, patience, most, so_far)
         )
-        repack.finish_interrupted(context)
         freed += swept + gc.sweep(context, progress)
         with suppress(NoSpaceError):  # it is put off then; what was begun is finished by the next gc
+            repack.finish_interrupted(context)
+            freed += gc.sweep(context, progress)
             written = repack.repack(context, progress=progress)
             if written:
                 freed += gc.sweep(context, progress)
@@ -67,7 +65,7 @@ def collect(context: Context, patience: float = PATIENCE_SECONDS, progress: Prog
         return freed
 
 
-def _removed(context: Context, remove: Remove) -> tuple[Removal, Sweep]:
+def _removed(context: Context, patience: float, remove: Remove) -> tuple[Removal, Sweep]:
     """Remove all at once; or, where there is no room for all marks, few at a time, freeing what they held in between.
 
     The number grows as room is made: every call costs a look at the whole store.
@@ -75,16 +73,17 @@ def _removed(context: Context, remove: Remove) -> tuple[Removal, Sweep]:
     removal, freed = Removal(), Sweep()
     most: int | None = None
     while True:
-        settled = len(removal.removed) + len(removal.spared)
+        tried, removed = len(removal.tried), len(removal.removed)
         try:
             removal = remove(most, removal)
-            if most is None or len(removal.removed) + len(removal.spared) == settled:
+            if most is None or len(removal.tried) == tried:
                 return removal, freed
             most *= 2
         except NoSpaceError:
-            if most == FEW:
+            if most == 1 and len(removal.removed) == removed:
                 raise
-            most = FEW
+            most = 1
+        freed += gc.give_up(context, patience)
         freed += gc.sweep(context)
         floor.raise_floor(context, least=1)
 

@@ -140,9 +140,9 @@ RULES = (
         ('facts.add(context, save, "removed", {})', "context.backend.delete(layout.snapshot(save))"))),
     _rule("the name of an aborted save is never freed", "given up", _edit(
         "gc:give_up",
-        ("            result.freed_objects += context.backend.delete(one.name)\n",
-         "            result.freed_objects += context.backend.delete(one.name)\n"
-         "    for late in result.aborted:\n        context.backend.delete(layout.snapshot(late))\n"))),
+        ("    return result\n",
+         "    for late in result.aborted:\n        context.backend.delete(layout.snapshot(late))\n"
+         "    return result\n"))),
     # --- removal
     _rule("a remover condemns, then lists who depends", "beside drop", _edit(
         "prune:drop",
@@ -184,11 +184,11 @@ RULES = (
          "        decided = list_saves(context.backend, layout.SNAPSHOTS)\n"
          "        marks = read_marks(context.backend)\n")), _TRUSTING, preemptions=2, budget=800),
     _rule("gc lists packs before saves", "reuse", _edit(
-        "gc:_survey",
-        ("    packs, manifests = backend.list(layout.PACKS), backend.list(layout.MANIFESTS)\n"
-         "    announcers = list_announcers(backend)\n",
-         "    announcers = list_announcers(backend)\n"
-         "    packs, manifests = backend.list(layout.PACKS), backend.list(layout.MANIFESTS)\n"))),
+        "gc:give_up",
+        ("    remains = _owners([*context.backend.list(layout.PACKS), *context.backend.list(layout.MANIFESTS)])\n"
+         "    announcers = list_announcers(context.backend)\n",
+         "    announcers = list_announcers(context.backend)\n"
+         "    remains = _owners([*context.backend.list(layout.PACKS), *context.backend.list(layout.MANIFESTS)])\n"))),
     _rule("gc lists what is decided before it reads commits", "reuse", _edit(
         "gc:_survey",
         ("    decided = frozenset(list_saves(backend, layout.SNAPSHOTS))\n    history = read_history(context)\n",
