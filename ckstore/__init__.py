@@ -4,6 +4,7 @@
 
     with ckstore.open("runs/gpt", create=True) as store:
         store.save({"model": model.state_dict(), "step": 100}, step=100)
+        store.save_async(state, step=200).wait()     # in the background; or go on, and wait later
         state = store.restore()                      # the newest good snapshot
         store.restore(into={"model": live_tensors})  # or in place
 
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
         MismatchError,
         NoSpaceError,
         NotFoundError,
+        NotSavedError,
         UnsupportedTypeError,
     )
     from ckstore.info import SnapshotInfo
     from ckstore.oneline import restore, save
+    from ckstore.pending import PendingSave
     from ckstore.retention import Retention
     from ckstore.state.match import RestoreReport
     from ckstore.store import Store
@@ -61,6 +64,8 @@ __all__ = [
     "MismatchError",
     "NoSpaceError",
     "NotFoundError",
+    "NotSavedError",
+    "PendingSave",
     "RestoreReport",
     "Retention",
     "SnapshotDetail",
@@ -78,6 +83,7 @@ _HOMES = {
     "save": ("ckstore.oneline", "save"),
     "restore": ("ckstore.oneline", "restore"),
     "Store": ("ckstore.store", "Store"),
+    "PendingSave": ("ckstore.pending", "PendingSave"),
     "SnapshotInfo": ("ckstore.info", "SnapshotInfo"),
     "SnapshotDetail": ("ckstore.diff", "SnapshotDetail"),
     "DiffReport": ("ckstore.diff", "DiffReport"),

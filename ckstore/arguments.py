@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 from ckstore.errors import InvalidInputError
 from ckstore.ids import check_label
+
+_RATE = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?([kMGT]?|[KMGT]i)B/s")
+_UNITS = {"": 1, **{f"{letter}": 1000**n for n, letter in enumerate("kMGT", 1)},
+          **{f"{letter}i": 1024**n for n, letter in enumerate("KMGT", 1)}}  # fmt: skip
+
+
+WHEN_BUSY = ("wait", "skip", "replace")
+"""What becomes of a save in the background that comes due while another is under way."""
 
 
 def step_of(step: Any) -> int:
@@ -51,6 +60,36 @@ def patience_of(seconds: Any) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
         raise InvalidInputError(f"patience is a number of seconds, 0 or more, not {seconds!r}")
     return seconds
+
+
+def staging_limit_of(size: Any) -> int:
+    """The most bytes of memory that states are copied to."""
+    if type(size) is not int or size < 4096:
+        raise InvalidInputError(f"staging_limit is a number of bytes, 4096 or more, not {size!r}")
+    return size
+
+
+def nice_of(nice: Any) -> int:
+    """What is added to the niceness of a process."""
+    if type(nice) is not int or not 0 <= nice <= 19:
+        raise InvalidInputError(f"writer_nice is a whole number from 0 to 19, not {nice!r}")
+    return nice
+
+
+def bandwidth_of(limit: Any) -> int | None:
+    """A rate in bytes a second, None for no limit: a number, or as in "500MB/s" (kB, MB, GB, TB, KiB, MiB ...)."""
+    if limit is None:
+        return None
+    rate = limit if type(limit) is int else 0
+    found = _RATE.fullmatch(limit) if isinstance(limit, str) else None
+    if found:
+        whole, fraction, unit = found[1], found[2] or "", found[3]
+        rate = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
+    if not 4096 <= rate < 2**63:
+        raise InvalidInputError(
+            f'bandwidth_limit is a number of bytes a second, 4096 or more, or text such as "500MB/s", not {limit!r}'
+        )
+    return rate
 
 
 def chunk_size_of(size: Any) -> int:

@@ -12,6 +12,7 @@ from ckstore.codec.choose import Profile
 from ckstore.format import records
 from ckstore.ids import SaveName
 from ckstore.index import ChunkIndex
+from ckstore.throttle import Throttle
 
 
 @dataclass(slots=True)
@@ -25,5 +26,9 @@ class Context:
     profile: Profile
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
+    throttle: Throttle | None = None
+    """How fast packs may be written; None as fast as the storage takes them."""
     decisions: dict[SaveName, records.Decision] = field(default_factory=dict)
     """Decisions read so far: a decided name never changes, so they are never stale."""
+    packs_met: dict[str, records.PackRef] = field(default_factory=dict)
+    """The packs of the commit read last: those of the next one are mostly the same."""

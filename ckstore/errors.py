@@ -68,6 +68,18 @@ class MismatchError(InvalidInputError):
         super().__init__("the snapshot does not fit the target; " + "; ".join(parts))
 
 
+class NotSavedError(CkstoreError):
+    """A save in the background was given up before it began, as was asked for; nothing of it was written.
+
+    `reason` is "cancelled", "skipped" (another was under way) or "replaced" (by a newer one).
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        self.step = step
+        self.reason = reason
+        super().__init__(f"the save of step {step} was {reason}: nothing was written")
+
+
 class FormatError(CkstoreError):
     """Not a store, or written by a version whose format or features this one does not know."""
 

@@ -12,12 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ckstore import layout
 from ckstore.backend.base import Backend
 from ckstore.context import Context
 from ckstore.errors import CkstoreWarning, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
 from ckstore.ids import SaveName
+
+ELSEWHERE = b""
+"""Stands in a decision that is kept in memory for a manifest that its record holds; no manifest is empty."""
 
 Order = tuple[int, int, str]
 """Epoch, sequence, nonce: what is newer on a branch. Never a clock, never a file time."""
@@ -88,13 +93,31 @@ def parse_marks(names: list[str]) -> Marks:
 
 
 def read_decision(context: Context, save: SaveName) -> records.Decision:
-    """What was decided about `save`: `NotFoundError` if nothing yet."""
+    """What was decided about `save`: `NotFoundError` if nothing yet. Manifests within it are left out (`ELSEWHERE`)."""
     known = context.decisions.get(save)
     if known is None:
-        name = layout.snapshot(save)
-        known = records.decode_decision(context.backend.get(name, limit=records.MAX_RECORD), save, name)
+        known = read_whole_decision(context, save)
+        if isinstance(known, records.Commit):
+            known = _lean(known, context.packs_met)
+            context.packs_met = {pack.name: pack for pack in known.packs}
         context.decisions[save] = known
     return known
+
+
+def read_whole_decision(context: Context, save: SaveName) -> records.Decision:
+    """What was decided about `save`, read anew and with the manifests within it."""
+    name = layout.snapshot(save)
+    return records.decode_decision(context.backend.get(name, limit=records.MAX_RECORD), save, name)
+
+
+def _lean(commit: records.Commit, packs_met: dict[str, records.PackRef]) -> records.Commit:
+    """The same to be kept in memory for every snapshot there is: without manifests, and sharing packs with others."""
+    manifests = [
+        entry if entry.inline is None else msgspec.structs.replace(entry, inline=ELSEWHERE)
+        for entry in commit.manifests
+    ]
+    packs = [met if (met := packs_met.get(pack.name)) == pack else pack for pack in commit.packs]
+    return msgspec.structs.replace(commit, manifests=manifests, packs=packs)
 
 
 def read_optional(backend: Backend, name: str, limit: int = records.MAX_RECORD) -> bytes | None:

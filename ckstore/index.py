@@ -19,15 +19,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
+import numpy as np
 
 from ckstore import sealed
+from ckstore.format.chunks import ChunkTable, Places, table_of
 from ckstore.format.manifest import Location
-from ckstore.ids import SaveName
+from ckstore.ids import HASH_BYTES, SaveName
 
-MAP_SIZE = 1 << 30
-"""Bytes that the index may grow to (about 8 million chunks) before it is begun anew."""
+MAP_SIZE = 4 << 30
+"""Bytes that the index may grow to (some 30 million chunks) before it is begun anew."""
 
 _ENTRY = struct.Struct("<IQIBB")
+_ROW = np.dtype([("number", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("codec", "u1"), ("param", "u1")])
 _CRC = struct.Struct("<I")
 _NUMBER = struct.Struct(">I")
 
@@ -57,9 +60,14 @@ class ChunkIndex:
         return self._environment.read(lambda transaction: transaction.get(_save_key(save)) is not None, False)
 
     def add(self, save: SaveName, ids: Sequence[bytes], locations: Sequence[Location]) -> None:
-        """Remember where the chunks of the committed `save` are; skipped when another process is writing."""
+        """Remember where the chunks of the committed `save` are; skipped when another process is writing.
+
+        A save with deltas is not remembered: entries have no room for bases, and its manifest has to be read anyway.
+        """
         if not self._closed:
-            self._environment.write(lambda transaction: _add(transaction, save, ids, locations))
+            table = table_of(b"" if isinstance(locations, Places) else b"".join(ids), locations)
+            if not table.has_deltas:
+                self._environment.write(lambda transaction: _add(transaction, save, table))
 
     def forget(self, packs: Iterable[str]) -> None:
         """Forget these packs and every chunk in them; no save counts as covered after that."""
@@ -86,21 +94,26 @@ def _find(transaction: lmdb.Transaction[bytes], chunk: bytes) -> Location | None
     return Location(name.decode(), offset, stored, codec, param)
 
 
-def _add(
-    transaction: lmdb.Transaction[bytes], save: SaveName, ids: Sequence[bytes], locations: Sequence[Location]
-) -> None:
-    numbers = {name: _number(transaction, name) for name in sorted({place.pack for place in locations})}
+def _add(transaction: lmdb.Transaction[bytes], save: SaveName, table: ChunkTable) -> None:
+    numbers = [_number(transaction, name) for name in table.packs]
     with transaction.cursor() as cursor:
-        cursor.putmulti(_entries(ids, locations, numbers))
+        cursor.putmulti(_entries(table, numbers))
     transaction.put(_save_key(save), b"")
 
 
-def _entries(
-    ids: Sequence[bytes], locations: Sequence[Location], numbers: dict[str, int]
-) -> Iterator[tuple[bytes, bytes]]:
-    for chunk, place in zip(ids, locations, strict=True):
-        entry = _ENTRY.pack(numbers[place.pack], place.offset, place.stored, place.codec, place.param)
-        yield b"c" + chunk, entry + _crc(chunk, entry, place.pack.encode())
+def _entries(table: ChunkTable, numbers: list[int]) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values, in the order of the keys: a tree takes those much faster than in any other."""
+    rows = np.empty(len(table), _ROW)
+    rows["number"] = np.array(numbers, "<u4")[table.pack_of]
+    rows["offset"], rows["stored"] = table.offsets, table.stored
+    rows["codec"], rows["param"] = table.codecs, table.params
+    entries = memoryview(rows.tobytes())
+    names = [name.encode() for name in table.packs]
+    order = np.argsort(np.frombuffer(table.raw_ids, f"S{HASH_BYTES}"), kind="stable")
+    for row, pack in zip(order.tolist(), table.pack_of[order].tolist(), strict=True):
+        chunk = table.id(row)
+        entry = bytes(entries[row * _ENTRY.size : (row + 1) * _ENTRY.size])
+        yield b"c" + chunk, entry + _crc(chunk, entry, names[pack])
 
 
 def _number(transaction: lmdb.Transaction[bytes], name: str) -> int:

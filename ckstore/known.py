@@ -1,21 +1,23 @@
 """Which chunks a save may reuse instead of writing them again.
 
-A chunk found in the index or in a parent's manifest counts only if its pack is in the closure of a snapshot that this
-save announced and that was still safe afterwards. Anything else is a miss: that makes a stale index harmless.
+A chunk found in the index or in a parent's manifest counts only if its pack, and the packs of the bases that it needs,
+are in the closure of a snapshot that this save announced and that was still safe afterwards. Anything else is a miss:
+that makes a stale index harmless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from ckstore import layout
 from ckstore.context import Context
 from ckstore.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import manifest
-from ckstore.format.manifest import Location
+from ckstore.format.chunks import ChunkLookup
+from ckstore.format.manifest import Location, Manifest
 from ckstore.format.records import Commit, ManifestRef
-from ckstore.history import Marks, read_decision
+from ckstore.history import ELSEWHERE, Marks, read_decision, read_whole_decision
 from ckstore.ids import SaveName, digest
 from ckstore.relocation import Relocations
 
@@ -32,20 +34,31 @@ class Known:
         self._moves = Relocations(context, marks.relocated)
         self._sizes: dict[str, int] = {}
         self._usable: dict[str, bool] = {}
-        self._uncovered: dict[bytes, Location] = {}
-        self._tables: list[tuple[SaveName, list[bytes], list[Location]]] = []
+        self._tables: list[ChunkLookup] = []
+        self._untaught: list[tuple[SaveName, Manifest]] = []
         for save in parents:
             self._add(save)
 
     def find(self, chunk: bytes) -> Location | None:
         """Where `chunk` is, if it may be reused."""
-        for written in (self._context.index.get(chunk), self._uncovered.get(chunk)):
+        for written in self._written(chunk):
             if written is not None and written.pack in self._sizes:
                 with suppress(*_LOST):
                     place = self._moves.follow(chunk, written)
-                    if self._may_use(place):
+                    if self.may_use(place):
                         return place
         return None
+
+    def now(self, chunk: bytes, written: Location) -> Location | None:
+        """Where `chunk` of a parent, written at `written`, stands now, if it may be built upon."""
+        with suppress(*_LOST):
+            place = self._moves.follow(chunk, written)
+            return place if self.may_use(place) else None
+        return None
+
+    def may_use(self, place: Location) -> bool:
+        """Whether a save may build on the frame at `place`, which it needs with all its bases."""
+        return self._is_sound(place) and all(self._is_sound(base.place) for base in place.chain())
 
     def size_of(self, pack: str) -> int:
         """The recorded size in bytes of a pack that `find` gave."""
@@ -63,9 +76,9 @@ class Known:
 
     def teach_index(self) -> None:
         """Let the index know what had to be read from manifests; for after the commit, as it may take a moment."""
-        for save, ids, places in self._tables:
-            self._context.index.add(save, ids, places)
-        self._tables = []
+        for save, table in self._untaught:
+            self._context.index.add(save, table.ids, table.locations)
+        self._untaught = []
 
     def _add(self, save: SaveName) -> None:
         try:
@@ -79,16 +92,17 @@ class Known:
             return
 
     def _read_tables(self, save: SaveName, commit: Commit) -> None:
-        ids: list[bytes] = []
-        places: list[Location] = []
-        for entry in commit.manifests:
-            table = read_manifest(self._context, save, entry)
-            ids += table.ids
-            places += table.locations
-        self._uncovered.update(zip(ids, places, strict=True))
-        self._tables.append((save, ids, places))
+        tables = [read_manifest(self._context, save, entry) for entry in commit.manifests]
+        self._tables += [ChunkLookup(table.chunks) for table in tables]
+        if len(tables) == 1:
+            self._untaught.append((save, tables[0]))
 
-    def _may_use(self, place: Location) -> bool:
+    def _written(self, chunk: bytes) -> Iterator[Location | None]:
+        yield self._context.index.get(chunk)
+        for table in self._tables:
+            yield table.find(chunk)
+
+    def _is_sound(self, place: Location) -> bool:
         pack = place.pack
         if pack not in self._sizes or place.offset in self._marks.damaged.get(pack, ()):
             return False
@@ -110,7 +124,7 @@ def read_manifest(context: Context, save: SaveName, entry: ManifestRef) -> manif
     name = layout.manifest(save, entry.rank)
     if entry.inline is not None:
         name = f"{layout.snapshot(save)} (inline manifest)"
-        data = entry.inline
+        data = entry.inline if entry.inline != ELSEWHERE else _inline(context, save, entry.rank)
     elif entry.size > manifest.MAX_MANIFEST:
         raise FormatError(f"{name} claims {entry.size} bytes, over the limit of {manifest.MAX_MANIFEST}")
     else:
@@ -118,3 +132,12 @@ def read_manifest(context: Context, save: SaveName, entry: ManifestRef) -> manif
     if len(data) != entry.size or digest(data) != entry.hash:
         raise CorruptionError("is not the manifest that its commit record names", name=name)
     return manifest.decode(data, save, entry.rank, name)
+
+
+def _inline(context: Context, save: SaveName, rank: int) -> bytes:
+    """The manifest of `rank` that stands within the commit record."""
+    decision = read_whole_decision(context, save)
+    found = decision.manifests[rank].inline if isinstance(decision, Commit) and rank < len(decision.manifests) else None
+    if found is None:
+        raise CorruptionError("no longer holds the manifest that it held", name=layout.snapshot(save))
+    return found

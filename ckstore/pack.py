@@ -6,130 +6,26 @@ Nothing here keeps more than one pack's frames (the writer, until the pack is du
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
 
 from ckstore import codec
-from ckstore.backend.base import Backend, PutStream
-from ckstore.codec import Encoded
+from ckstore.backend.base import Backend
+from ckstore.codec import delta, planes
 from ckstore.codec.scratch import scratch
-from ckstore.errors import BackendError, CorruptionError, InvalidInputError
+from ckstore.errors import CorruptionError, NotFoundError
 from ckstore.format import pack as form
-from ckstore.format.manifest import MAX_CHUNK, MAX_PACK, Location
-from ckstore.format.pack import Frame, FrameTable
-from ckstore.format.records import PackRef
+from ckstore.format.manifest import MAX_PACK, Base, Location
+from ckstore.format.pack import FrameTable
 from ckstore.ids import digest
 
-PACK_SIZE = 64 << 20
-"""The size at which writers begin a new pack, in bytes."""
+ReadBase = Callable[[Base, memoryview], None]
 
 _TAIL = 64 << 10
 _WINDOW = 4 << 20
-
-
-class PackWriter:
-    """Writes the pack `name`, from one thread at a time. Exactly one of `finish` and `abort` ends it.
-
-    The frames' memory is kept, and must not change, until then: after a failed fsync nothing that was written can be
-    trusted, and the pack is written once more from memory.
-    """
-
-    def __init__(self, backend: Backend, name: str, size_hint: int = PACK_SIZE) -> None:
-        self._backend = backend
-        self._name = name
-        self._size_hint = size_hint
-        self._stream: PutStream | None = None
-        self._pieces: list[bytes | memoryview] = [form.HEADER]
-        self._frames: list[Frame] = []
-        self._size = form.HEADER_SIZE
-        self._retried = False
-        self._ended = False
-
-    @property
-    def size(self) -> int:
-        """Bytes so far, header included and footer not."""
-        return self._size
-
-    def append(self, chunk_id: bytes, plain_size: int, encoded: Encoded) -> Location:
-        """Write the frame of a chunk and say where it is. After an error the pack is aborted."""
-        stored = encoded.stored
-        if not 0 < len(stored) <= plain_size <= MAX_CHUNK:
-            raise InvalidInputError(f"a frame of {len(stored)} bytes cannot hold a chunk of {plain_size}")
-        # A raw frame's bytes are those that the id was computed from: they are not hashed again.
-        check = chunk_id[: form.CHECK_BYTES] if encoded.codec == codec.RAW else form.check_of(stored)
-        frame = Frame(chunk_id, self._size, len(stored), plain_size, encoded.codec, encoded.param, check)
-        self._write(stored)
-        self._frames.append(frame)
-        self._size += len(stored)
-        return Location(self._name, frame.offset, frame.stored, frame.codec, frame.param)
-
-    def finish(self) -> PackRef:
-        """Make the pack durable and visible, and let go of the frames. After an error the pack is aborted."""
-        footer = form.encode_footer(self._name, self._frames)
-        end = form.encode_end(footer, self._size)
-        self._write(footer + end)
-        try:
-            self._commit()
-        finally:
-            self.abort()
-        return PackRef(self._name, self._size + len(footer) + len(end))
-
-    def abort(self) -> None:
-        """Drop what was written and let go of the frames; harmless after `finish`, and twice."""
-        self._ended = True
-        self._pieces = []
-        self._drop_stream()
-
-    def _write(self, piece: bytes | memoryview) -> None:
-        if self._ended:
-            raise InvalidInputError(f"{self._name} was finished or aborted before")
-        self._pieces.append(piece)
-        try:
-            self._append(piece)
-        except BaseException:
-            self.abort()
-            raise
-
-    def _append(self, piece: bytes | memoryview) -> None:
-        try:
-            if self._stream is None:
-                self._write_all()
-            else:
-                self._stream.append(piece)
-        except BackendError as error:
-            self._write_again(error)
-
-    def _commit(self) -> None:
-        try:
-            self._end_stream()
-        except BackendError as error:
-            self._write_again(error)
-            self._end_stream()
-
-    def _write_all(self) -> None:
-        self._stream = self._backend.put_stream(self._name, self._size_hint)
-        for piece in self._pieces:
-            self._stream.append(piece)
-
-    def _write_again(self, error: BackendError) -> None:
-        """Write all pieces to a new stream, at most once for a pack, and only if `error` says that it may help."""
-        if self._retried or not error.retryable:
-            raise error
-        self._retried = True
-        self._drop_stream()
-        self._write_all()
-
-    def _end_stream(self) -> None:
-        stream, self._stream = self._stream, None  # a failed commit has left nothing to abort
-        assert stream is not None
-        stream.commit()
-
-    def _drop_stream(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.abort()
 
 
 def read_footer(backend: Backend, name: str, size: int) -> FrameTable:
@@ -146,13 +42,24 @@ def read_footer(backend: Backend, name: str, size: int) -> FrameTable:
     return form.decode_footer(memoryview(footer), trailer, name)
 
 
-def read_frame(backend: Backend, location: Location, chunk_id: bytes, out: memoryview) -> None:
+def read_frame(
+    backend: Backend, location: Location, chunk_id: bytes, out: memoryview, read_base: ReadBase | None = None
+) -> None:
     """Fill `out`, which is of the chunk's plain size, with the chunk `chunk_id` that is kept at `location`.
 
-    `CorruptionError` names pack and offset when the bytes there are not that chunk; then `out` is undefined.
+    `CorruptionError` names pack and offset when the bytes there are not that chunk; then `out` is undefined. A delta
+    needs its base in `out` first: `read_base` puts it there, by default as it is told here.
     """
     if not 0 < location.stored <= len(out) or location.offset > MAX_PACK:
         raise _corrupt(location, f"no frame of {location.stored} bytes there can hold {len(out)}")
+    if location.base is not None:
+        with suppress(CorruptionError, NotFoundError):  # which frame it is that fails is found below
+            if _read_chain(backend, location, out) and digest(out) == chunk_id:
+                return
+        if read_base is None:
+            read_frame(backend, location.base.place, location.base.id, out)
+        else:
+            read_base(location.base, out)
     try:
         _read_frame(backend, location, out)
     except CorruptionError as error:
@@ -167,7 +74,34 @@ def _read_frame(backend: Backend, location: Location, out: memoryview) -> None:
         return
     stored = scratch("stored", location.stored)
     backend.get_into(location.pack, location.offset, stored)
-    codec.decode(location.codec, location.param, stored, out)
+    if location.base is None:
+        codec.decode(location.codec, location.param, stored, out)
+    else:
+        codec.decode_delta(location.codec, location.param, stored, location.base.id, out)
+
+
+def _read_chain(backend: Backend, location: Location, out: memoryview) -> bool:
+    """Fill `out` with what a delta and its bases give, where all are planes of one width; False where they are not.
+
+    Then the planes can be added up and put together once, and no identity but the last need be compared: a restore
+    of deep deltas takes about as long again as one of whole chunks, not several times as long.
+    """
+    frames = [location, *(base.place for base in location.chain())]
+    whole, width = frames[-1], frames[-1].param
+    kinds = {(frame.codec, frame.param) for frame in frames[:-1]}
+    if whole.codec != codec.PLANES or width not in planes.PARAMS or kinds != {(codec.DELTA, delta.param_of(width))}:
+        return False
+    if any(frame.stored > len(out) for frame in frames):
+        return False
+    apart = scratch("apart", len(out))
+    np.frombuffer(apart, np.uint8).fill(0)
+    for frame in frames:
+        stored = scratch("stored", frame.stored)
+        backend.get_into(frame.pack, frame.offset, stored)
+        encoded = stored if frame.base is None else delta.split(stored, frame.base.id)
+        planes.add(width, encoded, apart)
+    planes.join(width, apart, out)
+    return True
 
 
 def _corrupt(location: Location, what: str) -> CorruptionError:

@@ -1,7 +1,7 @@
 """Reading chunks: plan, read in parallel, decode, check the identity, put into place.
 
-Nothing unverified is ever given out. A frame that fails is read once more; if it still fails, every other pack that
-holds the same chunk is tried before `CorruptionError`.
+Nothing unverified is ever given out. Frames that stand side by side are read together (`runs`). One that fails is read
+again by itself; if it still fails, every other pack that holds the same chunk is tried before `CorruptionError`.
 """
 
 from __future__ import annotations
@@ -11,35 +11,24 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
 from ckstore import facts
 from ckstore.codec.scratch import scratch
 from ckstore.context import Context
 from ckstore.errors import CkstoreError, CorruptionError, NotFoundError
-from ckstore.format.manifest import Location, Manifest
+from ckstore.format.manifest import Base, Location, Manifest
 from ckstore.format.records import Commit, PackRef
 from ckstore.history import Marks, read_history, read_marks
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.pack import read_frame
 from ckstore.relocation import Relocations
+from ckstore.runs import Piece, Run, plan, read_run
 from ckstore.threads import submit
 
-WORKERS = min(4, os.cpu_count() or 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One chunk to read: its identity, where it is, and the memory of exactly its plain size that it fills.
-
-    `into` may be that size alone: then the chunk is only checked.
-    """
-
-    id: bytes
-    place: Location
-    into: memoryview | int
-    path: str = ""
+WORKERS = max(4, min(8, os.cpu_count() or 1))
+"""Threads that read: some wait for the disk while others hash."""
 
 
 def read_manifests(context: Context, commit: Commit) -> list[Manifest]:
@@ -83,10 +72,12 @@ def pieces(manifest: Manifest, buffers: Mapping[int, memoryview], paths: Mapping
 
 def read_pieces(context: Context, wanted: Iterable[Piece]) -> None:
     """Fill every piece, verified. On the first failure nothing more is started and the error is raised."""
-    ordered = sorted(wanted, key=lambda piece: (piece.place.pack, piece.place.offset))
-    elsewhere = _Elsewhere(context, frozenset(piece.id for piece in ordered))
+    wanted = tuple(wanted)
+    needed = (chunk for piece in wanted for chunk in (piece.id, *(base.id for base in piece.place.chain())))
+    elsewhere = _Elsewhere(context, frozenset(needed))
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="ckstore-read") as pool:
-        futures: list[Future[None]] = [submit(pool, _fill, piece, elsewhere) for piece in ordered]
+        runs = plan(wanted, WORKERS)
+        futures: list[Future[None]] = [submit(pool, _fill_run, context, run, elsewhere) for run in runs]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         failed = next((future for future in futures if future in done and future.exception()), None)
         if failed is not None:
@@ -98,21 +89,17 @@ def read_pieces(context: Context, wanted: Iterable[Piece]) -> None:
         failed.result()
 
 
+def _fill_run(context: Context, run: Run, elsewhere: _Elsewhere) -> None:
+    for piece in read_run(context.backend, run):
+        _fill(piece, elsewhere)
+
+
 def _fill(piece: Piece, elsewhere: _Elsewhere) -> None:
     into = scratch("checked", piece.into) if isinstance(piece.into, int) else piece.into
     try:
-        elsewhere.read(piece, piece.place, into)
-    except (CorruptionError, NotFoundError) as error:
-        for place in elsewhere.places(piece):
-            with suppress(CorruptionError, NotFoundError):
-                elsewhere.read(piece, place, into)
-                return
-        if isinstance(error, NotFoundError):
-            place = piece.place
-            found = CorruptionError("the pack is missing", name=place.pack, offset=place.offset, path=piece.path)
-        else:
-            found = CorruptionError(error.what, name=error.name, offset=error.offset, path=piece.path)
-        raise found from error
+        elsewhere.obtain(Base(piece.id, piece.place), into)
+    except CorruptionError as error:
+        raise CorruptionError(error.what, name=error.name, offset=error.offset, path=piece.path) from error
 
 
 class _Elsewhere:
@@ -129,16 +116,38 @@ class _Elsewhere:
         self._written: dict[bytes, list[Location]] = {}
         self._failed: list[tuple[CorruptionError, Location]] = []
 
-    def read(self, piece: Piece, place: Location, into: memoryview) -> None:
-        """Read a frame; once more if it looks damaged, as a transient fault must not pass for damage."""
+    def obtain(self, wanted: Base, into: memoryview, users: frozenset[bytes] = frozenset()) -> None:
+        """Fill `into` with a chunk, or the base of one, from where it should be or from wherever else it is.
+
+        `users` are the chunks that it is wanted for: it must not be looked for in differences from them.
+        """
+        users |= {wanted.id}
         try:
-            read_frame(self._context.backend, place, piece.id, into)
-        except CorruptionError:
+            self._read(wanted.id, wanted.place, into, users)
+        except (CorruptionError, NotFoundError) as error:
+            for place in self._places(wanted):
+                if users.isdisjoint(base.id for base in place.chain()):
+                    with suppress(CorruptionError, NotFoundError):
+                        self._read(wanted.id, place, into, users)
+                        return
+            if isinstance(error, NotFoundError):
+                what, place = "the pack is missing", wanted.place
+                raise CorruptionError(what, name=place.pack, offset=place.offset) from error
+            raise
+
+    def _read(self, chunk: bytes, place: Location, into: memoryview, users: frozenset[bytes]) -> None:
+        """Read a frame; once more if it looks damaged, as a transient fault must not pass for damage."""
+        read_base = partial(self.obtain, users=users)
+        try:
+            read_frame(self._context.backend, place, chunk, into, read_base)
+        except CorruptionError as error:
+            if not _is_about(error, place):
+                raise  # its base was looked for everywhere already
             try:
-                read_frame(self._context.backend, place, piece.id, into)
-            except CorruptionError as error:
+                read_frame(self._context.backend, place, chunk, into, read_base)
+            except CorruptionError as again:
                 with self._lock:
-                    self._failed.append((error, place))
+                    self._failed.append((again, place))
                 raise
 
     def mark_damage(self) -> None:
@@ -152,19 +161,19 @@ class _Elsewhere:
             with suppress(CkstoreError):
                 live.update(pack.name for pack in moves.packs(commit.packs))
         for error, place in self._failed:
-            if place.pack in live:
+            if place.pack in live and _is_about(error, place):
                 facts.mark_damage(self._context, error, place.stored)
 
-    def places(self, piece: Piece) -> Iterator[Location]:
+    def _places(self, wanted: Base) -> Iterator[Location]:
         """Where the chunk's pack moved to, then the packs of every other live snapshot."""
         with self._lock:
             if self._moves is None:
                 self._moves = self._look_up()
             found = []
-            for written in [piece.place, *self._written.get(piece.id, ())]:
+            for written in [wanted.place, *self._written.get(wanted.id, ())]:
                 with suppress(CkstoreError):
-                    found.append(self._moves.follow(piece.id, written))
-        tried = {(piece.place.pack, piece.place.offset)}
+                    found.append(self._moves.follow(wanted.id, written))
+        tried = {(wanted.place.pack, wanted.place.offset)}
         for place in found:
             if (place.pack, place.offset) not in tried:
                 tried.add((place.pack, place.offset))
@@ -175,7 +184,13 @@ class _Elsewhere:
         for _, commit in history.commits():
             with suppress(CkstoreError):
                 for manifest in read_manifests(self._context, commit):
-                    for chunk, place in zip(manifest.ids, manifest.locations, strict=True):
+                    for row in range(len(manifest.chunks)):
+                        chunk = manifest.chunks.id(row)
                         if chunk in self._wanted:
-                            self._written.setdefault(chunk, []).append(place)
+                            self._written.setdefault(chunk, []).append(manifest.chunks.place(row))
         return Relocations(self._context, history.marks.relocated)
+
+
+def _is_about(error: CorruptionError, place: Location) -> bool:
+    """Whether the frame at `place` itself is damaged, not a base that it needs."""
+    return (error.name, error.offset) == (place.pack, place.offset)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ckstore import facts, layout
 from ckstore.context import Context
 from ckstore.errors import CorruptionError, FormatError, NotFoundError
-from ckstore.format.manifest import Location, Manifest
+from ckstore.format.manifest import Base, Location, Manifest
 from ckstore.format.records import PackRef, Relocation
 from ckstore.history import History, is_void, read_decision, read_floor
 from ckstore.ids import HASH_BYTES, SaveName
@@ -30,7 +30,9 @@ class Relocations:
         self._tables: dict[str, dict[bytes, tuple[str, int]]] = {}
 
     def follow(self, chunk: bytes, place: Location) -> Location:
-        """Where `chunk`, written at `place`, stands now. `CorruptionError` if its pack moved without it."""
+        """Where `chunk`, written at `place`, and its bases stand now. `CorruptionError` if a pack moved without it."""
+        if place.base is not None:
+            place = replace(place, base=Base(place.base.id, self.follow(place.base.id, place.base.place)))
         for _ in range(_LONGEST_CHAIN):
             if place.pack not in self._relocated:
                 return place
@@ -97,14 +99,6 @@ def mark_name(pack: str) -> str:
 
 
 def relocated_manifest(context: Context, manifest: Manifest, relocated: Collection[str]) -> Manifest:
-    """`manifest` with every chunk where it stands now. A chunk that cannot be followed stays where it was written."""
-    if not any(place.pack in relocated for place in manifest.locations):
-        return manifest
+    """`manifest` with every frame where it stands now. One that cannot be followed stays where it was written."""
     moves = Relocations(context, relocated)
-    places = []
-    for chunk, place in zip(manifest.ids, manifest.locations, strict=True):
-        try:
-            places.append(moves.follow(chunk, place))
-        except (CorruptionError, FormatError):
-            places.append(place)
-    return replace(manifest, locations=tuple(places))
+    return replace(manifest, chunks=manifest.chunks.moved(relocated, moves.follow))

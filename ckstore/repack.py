@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from ckstore.format.pack import check_of
 from ckstore.history import History, read_history
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
-from ckstore.pack import PACK_SIZE, PackWriter, read_footer
+from ckstore.pack import read_footer
+from ckstore.pack_writer import PackWriter
 from ckstore.process import current_owner
 from ckstore.progress import Progress, silent
 from ckstore.relocation import Relocations, mark_name
@@ -171,8 +172,9 @@ def _uses(context: Context, history: History) -> dict[str, _Use]:
             closure = moves.packs(record.packs)
             for entry in record.manifests:
                 table = read_manifest(context, save, entry)
-                for chunk, written in zip(table.ids, table.locations, strict=True):
-                    place = moves.follow(chunk, written)
+                for row in range(len(table.chunks)):  # the state's chunks, and the bases that they need
+                    chunk = table.chunks.id(row)
+                    place = moves.follow(chunk, replace(table.chunks.place(row), base=None))
                     size = next((pack.size for pack in closure if pack.name == place.pack), None) \
                         if place.pack not in uses else uses[place.pack].size  # fmt: skip
                     if size is None:
@@ -260,6 +262,7 @@ class _Copier:
         self._packs: list[records.PackRef] = []
         self._open: PackWriter | None = None
         self._moved: list[tuple[str, str, bytes, int]] = []
+        self._inside: set[bytes] = set()
 
     def copy(self, pack: str, use: _Use) -> None:
         """Copy the live frames of `pack`, each checked; on `CorruptionError` none of them counts as moved."""
@@ -274,9 +277,12 @@ class _Copier:
             self._context.backend.get_into(pack, offset, memoryview(stored))
             if check_of(stored) != frame.check:
                 raise CorruptionError("a frame does not match its check", name=pack, offset=offset)
+            if chunk in self._inside:
+                self._close()  # a later move of the new pack could not tell two frames of one chunk apart
+            self._inside.add(chunk)
             new = self._writer().append(chunk, frame.plain, codec.Encoded(place.codec, place.param, bytes(stored)))
             moved.append((pack, new.pack, chunk, new.offset))
-            if self._writer().size >= PACK_SIZE:
+            if self._writer().is_full:
                 self._close()
         self._moved += moved
 
@@ -300,10 +306,11 @@ class _Copier:
     def _writer(self) -> PackWriter:
         if self._open is None:
             name = layout.pack(self._save, 0, len(self._packs))
-            self._open = PackWriter(self._context.backend, name, min(PACK_SIZE, self._size_hint))
+            self._open = PackWriter(self._context.backend, name, self._size_hint, self._context.throttle)
         return self._open
 
     def _close(self) -> None:
         if self._open is not None:
             self._packs.append(self._open.finish())
             self._open = None
+            self._inside = set()

@@ -26,7 +26,8 @@ from ckstore.format.records import Commit
 from ckstore.history import History, Marks, read_history
 from ckstore.ids import SaveName
 from ckstore.opened import Opened, open_commit
-from ckstore.reader import Piece, check_packs, pieces, read_pieces
+from ckstore.reader import check_packs, pieces, read_pieces
+from ckstore.runs import Piece
 from ckstore.state import build as building
 from ckstore.state import match as matching
 from ckstore.state.match import RestoreReport

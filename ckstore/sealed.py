@@ -1,11 +1,15 @@
 """An LMDB environment as a cache: damaged, missing, full or busy, it is empty and never an error.
 
     data.mdb, lock.mdb  LMDB's own
-    seal                BLAKE3-256 of data.mdb as the last writer left it, and which two files it is about
+    seal                how the last writer left them: the boot, which two files, size and time of data.mdb
     busy                locked (flock) without waiting around every opening and every write
 
 LMDB trusts its file: a damaged page may crash the process. So the file is compared with its seal before it is opened
-and before it is written to; if they differ, as after a crash, it is unlinked and begun anew. Nothing needs an fsync.
+and before it is written to; if they differ, as after a crash, it is unlinked and begun anew. Nothing needs an fsync:
+within one boot what was written stays as it was, and after another boot everything is begun anew.
+
+A seal costs the same however large the file is. Whoever seals sets the file's time of change to one drawn by lot, which
+lies in the past; whoever writes to the file afterwards, in whatever way, thereby changes that time.
 
 LMDB's own locks may stay taken for ever by a process that was stopped (SIGSTOP). So they are only ever asked for by
 whoever holds `busy`, and who finds that taken does without: readers keep one reader slot each from opening on.
@@ -25,11 +29,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import lmdb
-from blake3 import blake3
+
+from ckstore.process import current_owner
 
 _HARMLESS = (lmdb.Error, OSError, ValueError, struct.error)
 _READERS = 1022
-_PIECE = 1 << 20
+_LONG_AGO = 10**9 << 30
+"""Times drawn by lot are before this, in nanoseconds since 1970: in 2004 or earlier."""
 
 T = TypeVar("T")
 
@@ -48,6 +54,7 @@ class SealedEnvironment:
         self._map_size = map_size
         self._data = self._directory / "data.mdb"
         self._lock = self._directory / "lock.mdb"
+        self._spelled = str(self._data)
         self._env: lmdb.Environment | None = None
         self._files: tuple[int, ...] = ()
         self._size = 0
@@ -122,28 +129,33 @@ class SealedEnvironment:
     def _is_current(self) -> bool:
         """Whether the open environment is still the one at its path, and as long as it was.
 
-        Another process may have begun anew. A file that was cut would kill whoever reads on in its mapping.
+        Another process may have begun anew, which replaces both files: looking at one is enough. A file that was cut
+        would kill whoever reads on in its mapping.
         """
-        if self._env is None or self._pid != os.getpid() or self._files != _identities(self._data, self._lock):
+        if self._env is None or self._pid != os.getpid():
             return False
-        return self._data.stat().st_size >= self._size
+        try:
+            found = os.stat(self._spelled)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._files[:2] and found.st_size >= self._size
 
     def _is_whole(self) -> bool:
+        boot = current_owner().boot
         with suppress(OSError):
-            return (self._directory / "seal").read_bytes() == self._seal_now()
+            return bool(boot) and (self._directory / "seal").read_bytes() == self._seal_of(boot)
         return False
 
     def _seal(self) -> None:
+        drawn = int.from_bytes(os.urandom(8)) % _LONG_AGO
+        os.utime(self._data, ns=(drawn, drawn))
         new = self._directory / "seal.new"
-        new.write_bytes(self._seal_now())
+        new.write_bytes(self._seal_of(current_owner().boot))
         new.replace(self._directory / "seal")
 
-    def _seal_now(self) -> bytes:
-        hasher = blake3()
-        with self._data.open("rb", buffering=0) as file:
-            while piece := file.read(_PIECE):
-                hasher.update(piece)
-        return f"{hasher.hexdigest()} {_identities(self._data, self._lock)}\n".encode()
+    def _seal_of(self, boot: str) -> bytes:
+        found = self._data.stat()
+        return f"{boot} {_identities(self._data, self._lock)} {found.st_size} {found.st_mtime_ns}\n".encode()
 
     def _open(self) -> lmdb.Environment:
         if not self._is_whole():

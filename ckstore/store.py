@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
+import weakref
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,29 +14,36 @@ from ckstore import diff as differences
 from ckstore import facts, gc, layout, prune, refs, repack, restorer, saver, upkeep
 from ckstore import status as statuses
 from ckstore.announce import PATIENCE_SECONDS, pinned
-from ckstore.arguments import chunk_size_of, name_of, patience_of, patterns_of, step_of, tags_of
+from ckstore.arguments import (
+    WHEN_BUSY,
+    name_of,
+    nice_of,
+    patience_of,
+    patterns_of,
+    staging_limit_of,
+    step_of,
+    tags_of,
+)
 from ckstore.backend.base import Backend
-from ckstore.backend.url import backend_of
-from ckstore.codec.choose import profile_named
+from ckstore.background import Background, ThreadRunner, Wishes
 from ckstore.context import Context
 from ckstore.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
-from ckstore.format import envelope, records
+from ckstore.format import records
 from ckstore.history import newest_epoch, read_decision, read_history, read_tags
 from ckstore.ids import SaveName, check_label
-from ckstore.index import ChunkIndex
 from ckstore.info import SnapshotInfo, snapshot_infos, state_of
 from ckstore.meta import encode_meta
+from ckstore.opening import open_context
+from ckstore.pending import PendingSave
 from ckstore.process import current_owner
 from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport
 from ckstore.reentry import undisturbed
-from ckstore.reserve import set_aside
 from ckstore.retention import Retention
 from ckstore.state.capture import capture
 from ckstore.tags import put_tag, refuse_removed
 from ckstore.verify import Verifier, VerifyReport
-
-DEFAULT_CACHE = Path("~/.cache/ckstore")
+from ckstore.writer.client import WriterClient
 
 
 def open_store(
@@ -46,69 +53,47 @@ def open_store(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     chunk_size: int = 4 << 20,
+    staging_limit: int | None = None,
+    writer_nice: int = 0,
+    bandwidth_limit: int | str | None = None,
 ) -> Store:
     """Open the store at `url`: a path, a `file://` URL or `memory://name`. With `create`, make it if there is none.
 
     `profile` says what saves aim at: "fast" (the speed of the device), "balanced" or "compact" (size). `cache_dir`
     holds what may be lost at any time. `chunk_size` in bytes, a multiple of 4096, is fixed when the store is made.
     `FormatError` when there is something else than a store, or a newer one; `NotFoundError` when there is nothing.
+
+    For saves in the background: `staging_limit` is the most bytes of memory that states are copied to, by default half
+    of what is available to this process (its control group) at the first such save; `writer_nice` is added to the
+    niceness of the process that writes, and the kernel ranks its reads and writes by that too.
+
+    `bandwidth_limit`, in bytes a second or as in "500MB/s", is how fast chunks are written at most: by all saves and
+    repacks of this process into the store together, whose last opening with a limit sets it.
     """
-    chosen = profile_named(profile)
-    backend = backend_of(url)
-    if not backend.capabilities.put_if_absent:
-        raise InvalidInputError(f"{backend.url} cannot hold a store: it cannot create an object that must not be there")
-    config = _read_config(backend)
-    if config is None:
-        if not create:
-            raise NotFoundError(f"there is no store at {backend.url}; make one with `ckstore init` or create=True")
-        config = _create(backend, chunk_size)
-    cache = Path(cache_dir if cache_dir is not None else DEFAULT_CACHE).expanduser() / config.store
-    return Store(Context(backend, config, ChunkIndex.open(cache), cache, chosen))
+    limit = None if staging_limit is None else staging_limit_of(staging_limit)
+    nice = nice_of(writer_nice)
+    # What is given as a place can be opened by another process, unless it is in the memory of this one.
+    shared = isinstance(url, str | os.PathLike)
+    context = open_context(url, create, profile, cache_dir, chunk_size, bandwidth_limit)
+    return Store(context, _Writing(shared and not context.backend.url.startswith("memory:"), limit, nice))
 
 
-def _create(backend: Backend, chunk_size: int) -> records.Config:
-    chunk_size_of(chunk_size)
-    houses = [layout.SNAPSHOTS, layout.PACKS, layout.MANIFESTS, layout.MARKS, layout.SAVES]
-    if any(backend.list(house) for house in houses):
-        raise FormatError(
-            f"{backend.url} holds objects of a store but no {layout.CONFIG}: it is damaged, not new; "
-            f"put {layout.CONFIG} back from a copy"
-        )
-    config = records.Config(store=secrets.token_hex(16), chunk_size=chunk_size)
-    if not backend.put_if_absent(layout.CONFIG, records.encode(config)):
-        found = _read_config(backend)
-        if found is None:
-            raise ConflictError(f"somebody is creating and removing the store at {backend.url}; try again")
-        return found
-    set_aside(backend)
-    return config
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """How saves in the background are written: by a process of its own or on a thread of this one."""
 
-
-def _read_config(backend: Backend) -> records.Config | None:
-    try:
-        data = backend.get(layout.CONFIG, limit=records.MAX_RECORD)
-    except NotFoundError:
-        return None
-    if data[: len(envelope.MAGIC)] != envelope.MAGIC:
-        raise FormatError(f"{backend.url} is no ckstore store: its file {layout.CONFIG} is something else")
-    config = records.decode(data, records.Config, layout.CONFIG)
-    if config.format != records.FORMAT:
-        raise FormatError(f"{backend.url} has format {config.format}; this version reads format {records.FORMAT}")
-    if config.reader_features:
-        wanted = ", ".join(config.reader_features)
-        raise FormatError(f"{backend.url} uses features that this version does not know: {wanted}; use a newer ckstore")
-    if (config.hash, config.ids) != ("blake3-256", "plain"):
-        raise FormatError(f"{backend.url} identifies chunks by {config.hash}/{config.ids}, which this version cannot")
-    if config.chunk_size % 4096 or not 4096 <= config.chunk_size <= 64 << 20:
-        raise FormatError(f"{backend.url} claims an impossible chunk size of {config.chunk_size} bytes")
-    return config
+    process: bool = False
+    limit: int | None = None
+    nice: int = 0
 
 
 class Store:
     """An open store. Every method may be called from several threads, and beside any number of other processes."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, writing: _Writing = _Writing()) -> None:
         self._context = context
+        self._writing = writing
+        self._background: Background | None = None
         self._epochs: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -118,7 +103,12 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"and a save in the background failed: {failed!r}")
 
     def __repr__(self) -> str:
         return f"<ckstore.Store {self.url}>"
@@ -142,9 +132,17 @@ class Store:
             )
 
     def close(self) -> None:
-        """Let go of files. Whatever was acknowledged is durable already."""
-        self._context.index.close()
-        self._context.backend.close()
+        """Wait for saves in the background, and let go of files. Whatever was acknowledged is durable already.
+
+        Raises what a save in the background failed of, if nobody was told of it yet.
+        """
+        try:
+            background, self._background = self._background, None
+            if background is not None and background.pid == os.getpid():
+                background.close()
+        finally:
+            self._context.index.close()
+            self._context.backend.close()
 
     def save(
         self,
@@ -165,18 +163,94 @@ class Store:
         With `full` nothing written earlier is reused: the snapshot is readable without any older pack. On any error
         no part of the snapshot remains. `UnsupportedTypeError` names what cannot be kept before anything is written.
         A tag that cannot be set is a `CkstoreWarning`: the snapshot stands, and what comes back lacks that tag.
+        Saves in the background are waited for first, so that the newest snapshot is the one saved last.
         """
+        request = self._request(step, branch, tags, meta, full, epoch)
+        with undisturbed("save"):
+            if (background := self._saves_in_background()) is not None:
+                background.raise_failed()
+                background.flush()
+            captured = capture(state, chunk_size=self._context.config.chunk_size)
+            saved = saver.save(self._context, captured, request)
+        return SnapshotInfo.of(saved.record, saved.tags)
+
+    def save_async(
+        self,
+        state: Any,
+        *,
+        step: int,
+        branch: str = "main",
+        tags: Iterable[str] = (),
+        meta: Mapping[str, Any] | None = None,
+        full: bool = False,
+        epoch: int | None = None,
+        when_busy: str = "wait",
+        steady: Iterable[Any] = (),
+        keep: Retention | Mapping[str, Any] | None = None,
+        tidy: bool = False,
+    ) -> PendingSave:
+        """Save like `save`, in the background: when the call returns the state was copied, and may change.
+
+        What cannot be kept is refused by the call; whatever else goes wrong is raised by `wait` of what comes back or,
+        if nobody asked that, by the next save and by `close`. One save is under way at a time: one that comes due
+        meanwhile waits for it, or with `when_busy="skip"` is not made, or with "replace" is copied and queued, in place
+        of one that was queued already. What is not made is logged, and its `wait` raises `NotSavedError`.
+
+        `steady` names tensors and arrays of the state that will not change before `PendingSave.wait_copied` returns:
+        those are copied while the caller goes on. After the commit the branch is pruned by `keep`, and with `tidy`
+        what earlier runs left is collected; a failure of that is logged.
+
+        A state that does not fit into `staging_limit` is written in part before the call returns, with a
+        `CkstoreWarning`. The writer is a process of its own, started by the first call and ended by `close`; for a
+        store that was opened over a backend object, or in memory, it is a thread of this one.
+        """
+        if when_busy not in WHEN_BUSY:
+            raise InvalidInputError(f"when_busy is one of {', '.join(WHEN_BUSY)}, not {when_busy!r}")
+        wishes = Wishes(when_busy, tuple(steady), None if keep is None else Retention.of(keep), tidy)
+        request = self._request(step, branch, tags, meta, full, epoch)
+        with undisturbed("save"):
+            captured = capture(state, chunk_size=self._context.config.chunk_size)
+            background = self._saves_in_background() or self._begin_background()
+            return background.save(captured, request, wishes)
+
+    def wait(self) -> None:
+        """Wait until saves in the background are over, and the pruning after them; raise what nobody was told of."""
+        if (background := self._saves_in_background()) is not None:
+            background.flush(pruning=True)
+            background.raise_failed()
+
+    def _request(
+        self,
+        step: int,
+        branch: str,
+        tags: Iterable[str],
+        meta: Mapping[str, Any] | None,
+        full: bool,
+        epoch: int | None,
+    ) -> saver.SaveRequest:
         self._check_writable()
         step, labels = step_of(step), tags_of(tags)
         name_of("branch", branch)
         packed_meta = encode_meta({} if meta is None else meta)
-        if epoch is None:
-            epoch = self._epochs.get(branch)
-        with undisturbed("save"):
-            captured = capture(state, chunk_size=self._context.config.chunk_size)
-            request = saver.SaveRequest(step, branch, labels, packed_meta, full, epoch)
-            saved = saver.save(self._context, captured, request)
-        return SnapshotInfo.of(saved.record, saved.tags)
+        return saver.SaveRequest(
+            step, branch, labels, packed_meta, full, self._epochs.get(branch) if epoch is None else epoch
+        )
+
+    def _saves_in_background(self) -> Background | None:
+        """Those of this process; what a parent began that forked is the parent's."""
+        background = self._background
+        return background if background is not None and background.pid == os.getpid() else None
+
+    def _begin_background(self) -> Background:
+        with self._lock:
+            found = self._saves_in_background()
+            if found is None:
+                writing = self._writing
+                runner = WriterClient(self._context, writing.nice) if writing.process else ThreadRunner(self._context)
+                found = self._background = Background(self._context, runner, writing.limit)
+                # Whoever forgets to close the store leaves no process behind.
+                weakref.finalize(self, found.release).atexit = False
+            return found
 
     def restore(
         self,

@@ -13,7 +13,7 @@ from ckstore.backend.base import Backend
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
-from ckstore.format.manifest import Location
+from ckstore.format.manifest import Base, Location
 from ckstore.history import History, Marks, read_epochs, read_floor, read_history, read_marks, read_optional
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
@@ -122,10 +122,9 @@ class Verifier:
     def _read_manifest(self, subject: _Subject, entry: records.ManifestRef) -> None:
         manifest = read_manifest(self._context, subject.save, entry)
         subject.opened.append(open_manifest(relocated_manifest(self._context, manifest, self._relocated)))
-        closure = {pack.name for pack in subject.commit.packs}
-        outside = next((place.pack for place in manifest.locations if place.pack not in closure), None)
-        if outside is not None:
-            raise FormatError(f"a chunk stands in {outside}, which the commit record does not list")
+        outside = sorted(set(manifest.chunks.packs) - {pack.name for pack in subject.commit.packs})
+        if outside:
+            raise FormatError(f"a chunk stands in {outside[0]}, which the commit record does not list")
 
     def _check_packs(self, subjects: list[_Subject]) -> None:
         users: dict[str, list[_Subject]] = {}
@@ -164,7 +163,8 @@ class Verifier:
                 try:
                     self._read_frame(need.place, chunk, allocate(need.plain))
                 except (CorruptionError, FormatError, NotFoundError) as error:
-                    self._report_frame(need, error)
+                    if need.place.base is None or _is_about(error, need.place):
+                        self._report_frame(need, error)  # what is wrong with a base is reported with the base
 
     def _report_frame(self, need: _Need, error: CkstoreError) -> None:
         what = _what(error)
@@ -246,24 +246,32 @@ def _what(error: CkstoreError) -> str:
     return error.what if isinstance(error, CorruptionError) else str(error)
 
 
+def _is_about(error: CkstoreError, place: Location) -> bool:
+    """Whether the frame at `place` itself fails, not a base that it needs."""
+    return not isinstance(error, CorruptionError | NotFoundError) or (
+        isinstance(error, CorruptionError) and (error.name, error.offset) == (place.pack, place.offset)
+    )
+
+
 def _moved(before: Marks, after: Marks, subjects: list[_Subject]) -> bool:
     """Whether something seen as damage may be the work of a repack or a removal meanwhile."""
     return before.relocated != after.relocated or any(subject.save in after.removed for subject in subjects)
 
 
 def _needs(subjects: list[_Subject]) -> dict[str, dict[tuple[int, bytes], _Need]]:
-    """By pack, then by offset and chunk, every frame that some snapshot needs."""
+    """By pack, then by offset and chunk, every frame that some snapshot needs, itself or as a base."""
     found: dict[str, dict[tuple[int, bytes], _Need]] = {}
     for subject in subjects:
         for opened in subject.opened:
             manifest = opened.manifest
             for blob, rows in enumerate(manifest.chunks_of_blob()):
                 for index, row in enumerate(rows):
-                    place = manifest.locations[row]
-                    need = found.setdefault(place.pack, {}).setdefault(
-                        (place.offset, manifest.ids[row]), _Need(place, manifest.plain_size(blob, index))
-                    )
-                    need.uses.append((subject, opened.paths.get(blob, "")))
+                    place, plain = manifest.locations[row], manifest.plain_size(blob, index)
+                    for frame in (Base(manifest.ids[row], place), *place.chain()):
+                        need = found.setdefault(frame.place.pack, {}).setdefault(
+                            (frame.place.offset, frame.id), _Need(frame.place, plain)
+                        )
+                        need.uses.append((subject, opened.paths.get(blob, "")))
     return found
 
 

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import ckstore
-from ckstore import Retention
-from ckstore.arguments import name_of
+from ckstore import PendingSave, Retention
+from ckstore.arguments import WHEN_BUSY, name_of
 from ckstore.errors import CkstoreError, InvalidInputError, NotFoundError
 from ckstore_torch.run_state import Objects, RunState
 
@@ -45,6 +45,13 @@ class Checkpointer:
     earlier snapshot. `keep` is a number of snapshots, a `ckstore.Retention` or a mapping: after each save the others of
     this branch are pruned and their space is freed. `store` is an open `ckstore.Store`, which stays open, or where one
     is or shall be; it is then opened here with `profile`, as `ckstore.open` takes it.
+
+    `step` copies the state and returns; a process of its own writes it, and prunes after it. What goes wrong there is
+    raised by `wait` of what `step` returned, else by the next save and by `close`. A save that comes due while another
+    is under way waits for it, or with `when_busy="skip"` is not made, or with "replace" is copied and takes the place
+    of one that is queued; what is not made is logged. With `overlap` the copy of what the optimizers manage hides
+    behind the next forward and backward, and a hook before `optimizer.step()` waits for what is left of it: until then
+    nothing else may change parameters. With `background=False` steps are saved before `step` returns.
     """
 
     def __init__(
@@ -61,6 +68,9 @@ class Checkpointer:
         branch: str = "main",
         keep: int | Retention | Mapping[str, Any] | None = None,
         profile: str | None = None,
+        background: bool = True,
+        when_busy: str = "wait",
+        overlap: bool = False,
     ) -> None:
         for name, every in (("save_every", save_every), ("full_every", full_every)):
             if every is not None and (type(every) is not int or every < 1):
@@ -69,6 +79,8 @@ class Checkpointer:
             kind = type(extra).__name__  # type: ignore[unreachable]
             raise InvalidInputError(f"extra takes objects by name, as in extra={{'ema': ema}}, not a {kind}")
         name_of("branch", branch)
+        if when_busy not in WHEN_BUSY:
+            raise InvalidInputError(f"when_busy is one of {', '.join(WHEN_BUSY)}, not {when_busy!r}")
         self._state = RunState(Objects(model, optimizer, scheduler, dataloader, dict(extra or {})))
         self._save_every = save_every
         self._full_every = full_every
@@ -81,6 +93,11 @@ class Checkpointer:
         self._done = 0
         self._first = True
         self._tidied = False
+        self._background = background
+        self._when_busy = when_busy
+        self._last: PendingSave | None = None
+        self._overlap = overlap
+        self._hooks = [one.register_step_pre_hook(self._fence) for one in self._state.optimizers()] if overlap else []
 
     def resume(self) -> int:
         """Take over the branch, restore its newest good snapshot, and say how many steps are done: 0 for a new run.
@@ -88,7 +105,10 @@ class Checkpointer:
         From here on an older run that still writes this branch gets `FencedError`. `MismatchError` lists every way in
         which the snapshot does not fit, and nothing is changed; nor is it when `load_state_dict` of a scheduler, loader
         or extra fails. A branch whose snapshots are all damaged or left behind is no new run: `NotFoundError` says so.
+        A save that is under way is waited for; that it failed is logged, as whoever resumes goes back anyhow.
         """
+        if self._last is not None and (error := self._last.exception()) is not None:
+            _log.warning("the save of step %d was not made: %s", self._last.step, error)
         self._has_snapshot()  # before the branch is taken over: what is refused changes nothing
         # Fence first: after that nobody can add a snapshot newer than the one that is read here.
         self._epoch = self.store.open_epoch(self._branch)
@@ -100,8 +120,11 @@ class Checkpointer:
         self._done, self._first = self._resumed_at, True
         return self._done
 
-    def step(self, n: int, /, **metrics: Any) -> SnapshotInfo | None:
-        """Say that `n` steps are done; saves, and returns the snapshot, when that is due."""
+    def step(self, n: int, /, **metrics: Any) -> PendingSave | None:
+        """Say that `n` steps are done; when a save is due it is begun, and comes back. None if it was skipped.
+
+        When this returns the state was copied, or with `overlap` will have been before the next step of an optimizer.
+        """
         if type(n) is not int or n < 0 or (self._first and n <= self._resumed_at):
             # Counting from 0 would save the outcome of step n under the number that a resume trains again.
             raise InvalidInputError(
@@ -109,28 +132,60 @@ class Checkpointer:
                 "in `for n in range(checkpointer.resume(), steps)` call step(n + 1)"
             )
         if self._is_due(n):
-            return self.save(n, **metrics)
+            return self._begin(n, metrics) if self._background else PendingSave.of(self.save(n, **metrics))
         self._done, self._first = n, False
         return None
 
     def save(self, n: int, /, **metrics: Any) -> SnapshotInfo:
         """Save now, with `n` steps done. When it returns the snapshot is durable; when it raises there is none."""
+        state, options = self._capture(n, metrics)
+        info = self.store.save(state, **options)
+        self._done, self._first = n, self._first and n <= self._resumed_at
+        self._prune()
+        return info
+
+    def wait(self) -> None:
+        """Wait until what was begun is durable and pruned; raise what went wrong, if nobody was told of it."""
+        self.store.wait()
+
+    def close(self) -> None:
+        """Wait for what was begun, and close the store if it was opened here; raise what went wrong."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._owns_store:
+            self.store.close()
+        else:
+            self.store.wait()
+
+    def _capture(self, n: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state, and what else `Store.save` is to be told."""
         if type(n) is not int or n < 0:
             raise InvalidInputError(f"save takes how many steps are done, not {n!r}")
         if self._epoch is None:
             self._epoch = self.store.open_epoch(self._branch)
         numbers_only = {name: _plain_number(name, value) for name, value in metrics.items()}
         full = self._full_every is not None and n % self._full_every == 0
-        state = self._state.capture(n, numbers_only)
-        info = self.store.save(state, step=n, branch=self._branch, meta=numbers_only, full=full, epoch=self._epoch)
-        self._done, self._first = n, self._first and n <= self._resumed_at
-        self._prune()
-        return info
+        options = {"step": n, "branch": self._branch, "meta": numbers_only, "full": full, "epoch": self._epoch}
+        return self._state.capture(n, numbers_only), options
 
-    def close(self) -> None:
-        """Close the store if it was opened here."""
-        if self._owns_store:
-            self.store.close()
+    def _begin(self, n: int, metrics: Mapping[str, Any]) -> PendingSave | None:
+        state, options = self._capture(n, metrics)
+        steady = self._state.managed() if self._overlap else ()
+        tidy = self._keep is not None and not self._tidied
+        pending = self.store.save_async(
+            state, **options, when_busy=self._when_busy, steady=steady, keep=self._keep, tidy=tidy
+        )
+        self._done, self._first = n, self._first and n <= self._resumed_at
+        if pending.is_skipped():
+            return None
+        self._last, self._tidied = pending, self._tidied or tidy
+        return pending
+
+    def _fence(self, *_: Any) -> None:
+        """Before a step of an optimizer: what it will change must have been copied."""
+        if self._last is not None:
+            self._last.wait_copied()
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +193,12 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"and a save in the background failed: {failed!r}")
 
     def _has_snapshot(self) -> bool:
         """Whether there is something to restore; `NotFoundError` if there are only snapshots that `latest` never is."""

@@ -61,6 +61,19 @@ class RunState:
             "model": {name: ModulePart(value) for name, value in self._models.items()},
         }
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of this run."""
+        return [part.optimizer for part in self._parts["optimizer"].values() if isinstance(part, OptimizerPart)]
+
+    def managed(self) -> list[torch.Tensor]:
+        """What only a step of an optimizer changes: the parameters that it was given, and its own state of them."""
+        found: list[torch.Tensor] = []
+        for optimizer in self.optimizers():
+            found += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for state in optimizer.state.values():
+                found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return found
+
     def capture(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """The state now, by reference: tensors are not copied."""
         state: dict[str, Any] = {"layout": LAYOUT, "step": step, "metrics": dict(metrics)}

@@ -63,14 +63,27 @@ def memory_of(tensor: torch.Tensor, itemsize: int) -> tuple[View, Memory]:
         raise RefusedError("its storage was freed or cut")
     if storage.device.type == HOST:
         return view, Memory(HOST, base + start, partial(borrow, storage))
-    return view, Memory(str(storage.device), base + start, partial(_fetch, storage, base))
+    fetch, copy = partial(_fetch, storage, base), partial(_copy, storage, base)
+    return view, Memory(str(storage.device), base + start, fetch, copy)
 
 
 def _fetch(storage: torch.UntypedStorage, base: int, lo: int, hi: int) -> Bytes:
     """A copy in host memory of a device's bytes at [lo, hi)."""
+    return cast(Bytes, _flat(storage, lo - base, hi - base).cpu().numpy())
+
+
+def _copy(storage: torch.UntypedStorage, base: int, lo: int, hi: int, out: Bytes) -> None:
+    """Begin to copy a device's bytes at [lo, hi) into `out`, on the current stream; pinned memory is not waited for."""
+    flat = _flat(storage, lo - base, hi - base)
+    torch.from_numpy(out).copy_(flat, non_blocking=True)
+    if flat.is_cuda:
+        # Should the tensor be freed meanwhile, its memory is not given to another before the copy is done.
+        flat.record_stream(torch.cuda.current_stream(flat.device))
+
+
+def _flat(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    flat.set_(storage, lo - base, (hi - lo,), (1,))
-    return cast(Bytes, flat.cpu().numpy())
+    return flat.set_(storage, start, (stop - start,), (1,))
 
 
 def storage_over(memory: Bytes) -> torch.UntypedStorage:

@@ -5,7 +5,7 @@ Strided tensors are views of memory (`strided`), sparse and quantised ones are m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,7 +14,7 @@ from ckstore.state.nodes import Array, Composite, Foreign
 from ckstore.state.plugin import Composed, Described, RefusedError
 from ckstore.state.torch_types import ITEMSIZE
 from ckstore.state.views import Bytes
-from ckstore_torch import composites, strided
+from ckstore_torch import composites, devices, strided
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
 
@@ -90,6 +90,14 @@ class TorchPlugin:
         assert isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor)
         with torch.no_grad():
             target.copy_(source)
+
+    def copying(self) -> Callable[[Callable[[], None]], None]:
+        """Runs copies on streams of their own, behind what the current ones were given so far."""
+        return devices.copying()
+
+    def pin(self, memory: Bytes) -> Callable[[], None]:
+        """Register host memory with CUDA, where that is in use."""
+        return devices.pin(memory)
 
     def touched(self, target: object) -> None:
         """Let autograd notice that the memory of `target` was written to."""

@@ -17,5 +17,5 @@ with Checkpointer("minimal-store", model=model, optimizer=optimizer, save_every=
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if info := checkpointer.step(n + 1, loss=loss.item()):
-            print(f"step {n + 1:4}  loss {loss.item():.4f}  saved as {info.id}")
+        if checkpointer.step(n + 1, loss=loss.item()):
+            print(f"step {n + 1:4}  loss {loss.item():.4f}  being saved")

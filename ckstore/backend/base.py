@@ -8,8 +8,9 @@ no buffer passed in is used after the call returned; every verb may be called fr
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ckstore.errors import FormatError, InvalidInputError
 from ckstore.layout import TEMPORARIES, check_name
@@ -31,7 +32,10 @@ class PutStream(Protocol):
     """An object being written piece by piece. Exactly one of `commit` and `abort` ends it."""
 
     def append(self, piece: bytes | bytearray | memoryview) -> None:
-        """Write `piece` behind what was written so far. After an error nothing is left and the stream is over."""
+        """Write `piece` behind what was written so far. After an error nothing is left and the stream is over.
+
+        Memory that begins on a page (`ckstore.aligned`) and is whole pages long may be spared a copy on its way.
+        """
 
     def commit(self) -> None:
         """Make the object durable and visible. After an error nothing is visible and nothing is left behind.
@@ -102,6 +106,24 @@ class Backend(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class GetsParts(Protocol):
+    """A backend that can fill several pieces of memory with one request; no backend has to."""
+
+    def get_parts(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+        """`get_into` for each of `views`, one behind the other from byte `start` on."""
+
+
+def get_parts(backend: Backend, name: str, start: int, views: Sequence[memoryview]) -> None:
+    """Fill `views`, one behind the other, from byte `start` of an object: with one request if `backend` can."""
+    if isinstance(backend, GetsParts):
+        backend.get_parts(name, start, views)
+        return
+    for view in views:
+        backend.get_into(name, start, view)
+        start += view.nbytes
 
 
 def check_object(name: str) -> str:

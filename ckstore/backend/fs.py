@@ -6,6 +6,7 @@ Every verb raises `OSError` as the system call would; paths are absolute.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat as modes
 from collections.abc import Callable
@@ -47,6 +48,12 @@ class Fs(Protocol):
 
     def open_directory(self, path: str) -> int:
         """Open a directory, so that it can be fsynced."""
+
+    def set_direct(self, fd: int, on: bool) -> None:
+        """Whether writes to a file go past the page cache (O_DIRECT); EINVAL where the filesystem knows no such thing.
+
+        Then a write whose memory, offset or length is not in whole pages, or blocks of the device, fails with EINVAL.
+        """
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         """Write at `offset`; returns how many bytes were taken, which may be fewer."""
@@ -98,6 +105,10 @@ class OsFs:
 
     def open_directory(self, path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def set_direct(self, fd: int, on: bool) -> None:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         return os.pwrite(fd, data, offset)
@@ -163,6 +174,9 @@ class FsWrapper:
 
     def open_directory(self, path: str) -> int:
         return self._call("open_directory", self.inner.open_directory, path)
+
+    def set_direct(self, fd: int, on: bool) -> None:
+        self._call("set_direct", self.inner.set_direct, fd, on)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         return self._call("write", self.inner.write, fd, data, offset)

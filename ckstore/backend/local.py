@@ -10,7 +10,7 @@ import builtins
 import os
 import posixpath
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckstore import layout
@@ -63,7 +63,7 @@ class LocalBackend:
     def put_stream(self, name: str, size_hint: int) -> LocalStream:
         path = self._path(name)
         with translated(f"write {name}"):
-            temporary = self._temporaries.create(name, size_hint)
+            temporary = self._temporaries.create(name, size_hint, large=True)
         return LocalStream(name, path, temporary, self._publisher, self._directories)
 
     def get(self, name: str, *, limit: int) -> bytes:
@@ -81,18 +81,26 @@ class LocalBackend:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def get_into(self, name: str, start: int, view: memoryview) -> None:
-        out = writable(view, start)
+        self.get_parts(name, start, [view])
+
+    def get_parts(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+        """Opened once, read from front to back: the kernel reads ahead."""
+        parts = [writable(view, start) for view in views]
         with self._opened(name) as (fd, size):
-            if start + len(out) > size:
-                raise CorruptionError(
-                    f"ends at {size} where {start + len(out)} bytes are needed", name=name, offset=start
-                )
-            while len(out):
-                got = self._fs.read_into(fd, out, start)
-                if not got:
-                    raise CorruptionError(f"ends at {start} of {size} bytes", name=name, offset=start)
-                out = out[got:]
-                start += got
+            end = start + sum(map(len, parts))
+            if end > size:
+                raise CorruptionError(f"ends at {size} where {end} bytes are needed", name=name, offset=start)
+            for out in parts:
+                self._fill(fd, out, start, name, size)
+                start += len(out)
+
+    def _fill(self, fd: int, out: memoryview, start: int, name: str, size: int) -> None:
+        while len(out):
+            got = self._fs.read_into(fd, out, start)
+            if not got:
+                raise CorruptionError(f"ends at {start} of {size} bytes", name=name, offset=start)
+            out = out[got:]
+            start += got
 
     def stat(self, name: str) -> int:
         path = self._path(name)

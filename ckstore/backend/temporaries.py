@@ -6,15 +6,15 @@ the certain end of the process: a crash may leave temporaries of a save of which
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckstore import layout
 from ckstore.backend.base import flat
+from ckstore.backend.direct import DirectWrites, FileWriter
 from ckstore.backend.directories import ATTEMPTS, Directories
 from ckstore.backend.fs import Fs
-from ckstore.backend.oserrors import NO_PREALLOCATION
+from ckstore.backend.oserrors import FULL, NO_PREALLOCATION
 from ckstore.errors import BackendError
 from ckstore.ids import new_nonce
 from ckstore.process import current_owner, token_is_gone
@@ -41,11 +41,11 @@ class TemporaryGone(Exception):
 class Temporary:
     """A temporary open for writing. Exactly one of `finish` and `drop` ends it; a failed `finish` has dropped it."""
 
-    def __init__(self, fs: Fs, path: str, fd: int, size_hint: int) -> None:
+    def __init__(self, fs: Fs, path: str, fd: int, size_hint: int, direct: DirectWrites | None = None) -> None:
         self._fs = fs
         self.path = path
         self._fd: int | None = fd
-        self._size = 0
+        self._writer = FileWriter(fs, fd, path, direct)
         self._reserved = size_hint if size_hint >= _WORTH_PREALLOCATING else 0
         try:
             self._preallocate(fd)
@@ -57,14 +57,9 @@ class Temporary:
     def append(self, piece: bytes | bytearray | memoryview) -> None:
         """Write all of `piece`; after an error the temporary is gone."""
         assert self._fd is not None
-        rest = flat(piece)
+        flattened = flat(piece)
         try:
-            while len(rest):
-                taken = self._fs.write(self._fd, rest, self._size)
-                if taken <= 0:
-                    raise OSError(errno.EIO, "a write took nothing", self.path)
-                rest = rest[taken:]
-                self._size += taken
+            self._writer.append(flattened)
         except BaseException:
             self.drop()
             raise
@@ -74,8 +69,8 @@ class Temporary:
         assert self._fd is not None
         fd = self._fd
         try:
-            if self._reserved not in (0, self._size):
-                self._fs.truncate(fd, self._size)
+            if self._reserved not in (0, self._writer.size):
+                self._fs.truncate(fd, self._writer.size)
             if durable:
                 self._checked(self._fs.fsync, fd)
             self._fd = None
@@ -101,7 +96,9 @@ class Temporary:
         try:
             self._fs.preallocate(fd, self._reserved)
         except OSError as error:
-            if error.errno not in NO_PREALLOCATION:
+            if error.errno in FULL:
+                self._fs.truncate(fd, 0)  # less may be needed than was asked for: the writes will tell
+            elif error.errno not in NO_PREALLOCATION:
                 raise
             self._reserved = 0
 
@@ -119,9 +116,10 @@ class Temporaries:
         self._fs = fs
         self._directories = directories
         self._root = f"{directories.root}/{layout.TEMPORARIES.rstrip('/')}"
+        self._direct = DirectWrites()
 
-    def create(self, name: str, size_hint: int) -> Temporary:
-        """A new temporary for the object `name`."""
+    def create(self, name: str, size_hint: int, *, large: bool = False) -> Temporary:
+        """A new temporary for the object `name`; one that is `large` is written directly as far as that is possible."""
         save = layout.owning_save(name)
         token = current_owner().token
         directory = f"{self._root}/{save}+{token}" if save else f"{self._root}/{token}"
@@ -134,7 +132,7 @@ class Temporaries:
             except FileNotFoundError:  # never made, or swept when empty
                 self._directories.make(directory)
                 continue
-            return Temporary(self._fs, path, fd, size_hint)
+            return Temporary(self._fs, path, fd, size_hint, self._direct if large else None)
         raise BackendError(f"cannot make a file in {directory}: it vanishes as fast as it is made", retryable=True)
 
     def sweep(self, decided: set[str]) -> int:

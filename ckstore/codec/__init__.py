@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckstore.codec import planes, raw, zstd
+from ckstore.codec import delta, planes, raw, zstd
 from ckstore.codec.scratch import scratch
 from ckstore.errors import CorruptionError, FormatError, InvalidInputError
 from ckstore.ids import digest
 
-RAW, ZSTD, PLANES = 0, 1, 2
+RAW, ZSTD, PLANES, DELTA = 0, 1, 2, 3
 
 
 class _Codec(Protocol):
@@ -33,11 +33,15 @@ _CODECS: dict[int, _Codec] = {RAW: raw, ZSTD: zstd, PLANES: planes}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to encode: a codec, its parameter (element size of planes, else 0) and a zstd level that no reader needs."""
+    """How to encode: a codec, its parameter (element size of planes, else 0) and a zstd level that no reader needs.
+
+    `share` is the size that is left, as a share of the plain one, as it was found on a sample.
+    """
 
     codec: int
     param: int = 0
     level: int = 0
+    share: float = field(default=1.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,18 @@ def encode(codec: int, param: int, plain: memoryview, level: int) -> bytes | mem
 def decode(codec: int, param: int, stored: memoryview, out: memoryview) -> None:
     """Fill `out` (flat, writable bytes) with the plain bytes of `stored`; after an error `out` is undefined."""
     _known(codec, param).decode(param, stored, out)
+
+
+def encode_delta(param: int, difference: memoryview, base_id: bytes) -> Encoded:
+    """The frame of a difference from the chunk `base_id`. Prove it with `decode_delta` before it is kept."""
+    return Encoded(DELTA, param, delta.encode(param, difference, base_id))
+
+
+def decode_delta(codec: int, param: int, stored: memoryview, base_id: bytes, out: memoryview) -> None:
+    """Turn the chunk `base_id`, which is in `out`, into the one that `stored` holds the difference of."""
+    if codec != DELTA or param not in delta.PARAMS:
+        raise _unknown(codec, param)
+    delta.decode(param, stored, base_id, out)
 
 
 def encode_checked(choice: Choice, plain: memoryview, chunk_id: bytes) -> Encoded:
@@ -93,5 +109,9 @@ def _gives(choice: Choice, stored: memoryview, size: int, chunk_id: bytes) -> bo
 def _known(codec: int, param: int) -> _Codec:
     found = _CODECS.get(codec)
     if found is None or param not in found.PARAMS:
-        raise FormatError(f"codec {codec} with parameter {param} is not known to this version; a newer one may know it")
+        raise _unknown(codec, param)
     return found
+
+
+def _unknown(codec: int, param: int) -> FormatError:
+    return FormatError(f"codec {codec} with parameter {param} is not known to this version; a newer one may know it")

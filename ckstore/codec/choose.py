@@ -15,17 +15,21 @@ SAMPLE_SIZE = SAMPLE_PIECE * SAMPLE_PIECES
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What to try, as pairs of codec and zstd level, and the share of the size that must be saved to bother."""
+    """What to try, as pairs of codec and zstd level, and the share of the size that must be saved to bother.
+
+    `delta_depth` is how many deltas may stand on top of each other before a chunk is kept whole again; 0: no deltas.
+    """
 
     name: str
     candidates: tuple[tuple[int, int], ...]
     minimum_gain: float
+    delta_depth: int = 0
 
 
 FAST = Profile("fast", ((ZSTD, 1),), 0.5)
 """The speed of the device first: only what shrinks so much that the device gains time."""
 BALANCED = Profile("balanced", ((ZSTD, 1), (PLANES, zstd.ENTROPY_LEVEL), (PLANES, 1)), 0.05)
-COMPACT = Profile("compact", ((ZSTD, 9), (PLANES, zstd.ENTROPY_LEVEL), (PLANES, 9)), 0.01)
+COMPACT = Profile("compact", ((ZSTD, 9), (PLANES, zstd.ENTROPY_LEVEL), (PLANES, 9)), 0.01, delta_depth=3)
 """Size first."""
 PROFILES = {profile.name: profile for profile in (FAST, BALANCED, COMPACT)}
 
@@ -57,5 +61,5 @@ def choose(profile: Profile, kind: str, itemsize: int, sample: memoryview) -> Ch
             continue
         size = len(encode(codec, param, sample, level))
         if size < least:
-            best, least = Choice(codec, param, level), size
+            best, least = Choice(codec, param, level, size / len(sample)), size
     return best

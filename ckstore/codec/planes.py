@@ -58,6 +58,28 @@ def decode(param: int, stored: memoryview, out: memoryview) -> None:
     out[count * param :] = tail
 
 
+def add(param: int, stored: memoryview, apart: memoryview) -> None:
+    """XOR the planes in `stored` to those in `apart`, where they stand one behind the other, the tail behind them."""
+    count = len(apart) // param
+    pieces, tail = _split(param, stored, count, len(apart) - count * param)
+    plane = scratch("planes", count)
+    for i, (flag, piece) in enumerate([*pieces, (_RAW, tail)]):
+        if flag == _ZSTD:
+            zstd.decode(0, piece, plane)
+            piece = plane
+        sums = np.frombuffer(apart[i * count : i * count + len(piece)], np.uint8)
+        np.bitwise_xor(sums, np.frombuffer(piece, np.uint8), out=sums)
+
+
+def join(param: int, apart: memoryview, out: memoryview) -> None:
+    """Put planes that stand one behind the other together in `out`, of the same size."""
+    count = len(out) // param
+    elements = np.frombuffer(out, np.uint8, count * param).reshape(count, param)
+    for i in range(param):
+        np.copyto(elements[:, i], np.frombuffer(apart[i * count : (i + 1) * count], np.uint8))
+    out[count * param :] = apart[count * param :]
+
+
 def _encode_plane(plane: Bytes, level: int) -> tuple[int, memoryview | bytes]:
     if _pays(plane[:_PROBE], level):
         encoded = zstd.encode(0, plane.data, level)

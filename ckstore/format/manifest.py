@@ -1,19 +1,21 @@
 """What one rank wrote: the tree of its state, its blobs, and where each blob's chunks are (SPEC §6).
 
 `content` is canonical: the same state gives the same bytes in any process, and its BLAKE3-256 is the state's
-content id. Order of insertion and places in packs stand outside it. Tables of chunks are packed little-endian
-columns, not objects: at 4 MiB a chunk, a terabyte has 250,000 of them.
+content id. Order of insertion and places in packs stand outside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ckstore.errors import FormatError
 from ckstore.format import envelope
+from ckstore.format.chunks import NO_BASE, Base, ChunkTable, Ids, Location, Places, check_bases, table_of
 from ckstore.ids import HASH_BYTES, SaveName, digest
 from ckstore.layout import save_of_pack
 
@@ -23,6 +25,8 @@ MAX_CHUNK = 64 << 20
 MAX_PACK = 1 << 36
 """Largest pack that a reader accepts, in bytes."""
 
+__all__ = ["MAX_CHUNK", "MAX_MANIFEST", "MAX_PACK", "Base", "Location", "Manifest", "decode", "encode"]
+
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tree: bytes
@@ -31,7 +35,7 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ids: bytes
 
 
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     save: str
     rank: int
     content: bytes
@@ -42,22 +46,13 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stored: bytes
     codecs: bytes
     params: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a chunk's frame is and how it is kept. Sizes and offset in bytes; codec ids are those of SPEC §8."""
-
-    pack: str
-    offset: int
-    stored: int
-    codec: int
-    param: int
+    base_ids: bytes = b""
+    bases: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A decoded manifest. Chunk i of blob b is row `first_chunk(b) + i` of the table."""
+    """A decoded manifest. The chunks of blob 0 come first in the table, then those of blob 1, and so on."""
 
     save: SaveName
     rank: int
@@ -65,10 +60,19 @@ class Manifest:
     order: bytes
     blob_sizes: tuple[int, ...]
     chunk_size: int
-    ids: tuple[bytes, ...]
-    locations: tuple[Location, ...]
+    chunks: ChunkTable
     content: bytes
     """BLAKE3-256 of the canonical part."""
+
+    @property
+    def ids(self) -> Ids:
+        """The identity of every chunk of the state."""
+        return Ids(self.chunks)
+
+    @property
+    def locations(self) -> Places:
+        """Where every chunk of the state is."""
+        return Places(self.chunks)
 
     def chunks_of_blob(self) -> list[range]:
         """For each blob the rows of its chunks."""
@@ -95,23 +99,25 @@ def encode_content(tree: bytes, blob_sizes: list[int], chunk_size: int, ids: lis
     )
 
 
-def encode(save: SaveName, rank: int, content: bytes, order: bytes, locations: list[Location]) -> bytes:
+def encode(save: SaveName, rank: int, content: bytes, order: bytes, locations: Sequence[Location]) -> bytes:
     """The bytes of a manifest object; `locations` has a row for every chunk of `content`."""
-    if len(msgspec.msgpack.decode(content, type=_Content).ids) != len(locations) * HASH_BYTES:
+    ids = msgspec.msgpack.decode(content, type=_Content).ids
+    if len(ids) != len(locations) * HASH_BYTES:
         raise FormatError(f"a manifest with {len(locations)} locations does not place every chunk once")
-    packs = sorted({place.pack for place in locations})
-    number = {name: i for i, name in enumerate(packs)}
+    table = table_of(ids, locations)
     record = _Manifest(
         save=str(save),
         rank=rank,
         content=content,
         order=order,
-        packs=packs,
-        pack_of=np.array([number[place.pack] for place in locations], "<u4").tobytes(),
-        offsets=np.array([place.offset for place in locations], "<u8").tobytes(),
-        stored=np.array([place.stored for place in locations], "<u4").tobytes(),
-        codecs=bytes(place.codec for place in locations),
-        params=bytes(place.param for place in locations),
+        packs=list(table.packs),
+        pack_of=table.pack_of.tobytes(),
+        offsets=table.offsets.tobytes(),
+        stored=table.stored.tobytes(),
+        codecs=table.codecs.tobytes(),
+        params=table.params.tobytes(),
+        base_ids=table.raw_ids[len(ids) :],
+        bases=table.bases.tobytes() if table.has_deltas else b"",
     )
     return envelope.wrap(b"M", msgspec.msgpack.encode(record, order="deterministic"))
 
@@ -130,41 +136,62 @@ def decode(data: bytes, save: SaveName, rank: int, name: str) -> Manifest:
 
 
 def _checked(record: _Manifest, content: _Content, save: SaveName, name: str) -> Manifest:
-    _check_content(content, len(record.codecs), name)
+    extra, rest = divmod(len(record.base_ids), HASH_BYTES)
+    chunks = len(record.codecs) - extra
+    if rest or bool(record.bases) != bool(extra):
+        raise FormatError(f"{name}: its table of bases is cut short")
+    _check_content(content, chunks, name)
     _check_table(record, content, name)
-    locations = tuple(
-        Location(record.packs[pack], offset, stored, codec, param)
-        for pack, offset, stored, codec, param in zip(
-            np.frombuffer(record.pack_of, "<u4").tolist(),
-            np.frombuffer(record.offsets, "<u8").tolist(),
-            np.frombuffer(record.stored, "<u4").tolist(),
-            record.codecs,
-            record.params,
-            strict=True,
-        )
+    rows = len(record.codecs)
+    table = ChunkTable(
+        tuple(record.packs),
+        chunks,
+        content.ids + record.base_ids,
+        np.frombuffer(record.pack_of, "<u4"),
+        np.frombuffer(record.offsets, "<u8"),
+        np.frombuffer(record.stored, "<u4"),
+        np.frombuffer(record.codecs, np.uint8),
+        np.frombuffer(record.params, np.uint8),
+        np.frombuffer(record.bases, "<u4") if extra else np.broadcast_to(np.uint32(NO_BASE), rows),
     )
+    check_bases(table, _plain_sizes(content, chunks), name)
     sizes = tuple(np.frombuffer(content.blob_sizes, "<u8").tolist())
-    ids = tuple(content.ids[i : i + HASH_BYTES] for i in range(0, len(content.ids), HASH_BYTES))
     return Manifest(
-        save, record.rank, content.tree, record.order, sizes, content.chunk_size, ids, locations,
-        digest(record.content),
-    )  # fmt: skip
+        save, record.rank, content.tree, record.order, sizes, content.chunk_size, table, digest(record.content)
+    )
 
 
-def _check_content(content: _Content, rows: int, name: str) -> None:
+def _check_content(content: _Content, chunks: int, name: str) -> None:
     if not 1 <= content.chunk_size <= MAX_CHUNK or content.chunk_size % 16:
         raise FormatError(f"{name}: a chunk size of {content.chunk_size} bytes is not possible")
     if len(content.blob_sizes) % 8:
         raise FormatError(f"{name}: the table of blobs is cut short")
-    sizes = np.frombuffer(content.blob_sizes, "<u8").tolist()
-    if sum(chunk_count(size, content.chunk_size) for size in sizes) != rows or len(content.ids) != rows * HASH_BYTES:
+    counts = _chunk_counts(content)
+    # The largest before the sum, which could wrap around.
+    if counts.max(initial=0) > chunks or counts.sum() != chunks or len(content.ids) != chunks * HASH_BYTES:
         raise FormatError(f"{name}: blobs and chunks do not agree")
+
+
+def _plain_sizes(content: _Content, chunks: int) -> npt.NDArray[np.uint64]:
+    """The plain size of every chunk of the state."""
+    sizes, counts = np.frombuffer(content.blob_sizes, "<u8"), _chunk_counts(content)
+    sizes, counts = sizes[sizes > 0], counts[sizes > 0]
+    plain = np.full(chunks, content.chunk_size, np.uint64)
+    last = np.cumsum(counts).astype(np.int64) - 1
+    plain[last] = sizes - (counts - np.uint64(1)) * np.uint64(content.chunk_size)
+    return plain
+
+
+def _chunk_counts(content: _Content) -> npt.NDArray[np.uint64]:
+    """The number of chunks of every blob."""
+    whole, rest = np.divmod(np.frombuffer(content.blob_sizes, "<u8"), np.uint64(content.chunk_size))
+    return whole + (rest > 0).astype(np.uint64)
 
 
 def _check_table(record: _Manifest, content: _Content, name: str) -> None:
     rows = len(record.codecs)
     widths = ((record.pack_of, 4), (record.offsets, 8), (record.stored, 4), (record.params, 1))
-    if any(len(column) != rows * width for column, width in widths):
+    if any(len(column) != rows * width for column, width in widths) or len(record.bases) not in (0, rows * 4):
         raise FormatError(f"{name}: columns of different lengths")
     for pack in record.packs:
         save_of_pack(pack)

@@ -136,11 +136,27 @@ def read(group: Group, sources: Sequence[Source]) -> Bytes:
     """The bytes of a group: the memory itself if some view covers all of it, else a copy with zeros in the holes."""
     for i in group.members:
         source = sources[i]
-        if span_of(source) == (group.lo, group.lo + group.size) and source.mask is None and _covers(source.view):
+        if is_one_run(group, source):
             return source.memory.fetch(*span_of(source))
     run = np.zeros(group.size, np.uint8)
     write(group, sources, run)
     return run
+
+
+def fill(group: Group, sources: Sequence[Source], out: Bytes) -> None:
+    """Copy the bytes of a group into `out`, whatever that held; as `read` gives them."""
+    for i in group.members:
+        source = sources[i]
+        if source.memory.copy is not None and is_one_run(group, source):
+            source.memory.copy(*span_of(source), out)
+            return
+    out[...] = 0
+    write(group, sources, out)
+
+
+def is_one_run(group: Group, source: Source) -> bool:
+    """Whether the memory of this member is the whole group, byte by byte."""
+    return span_of(source) == (group.lo, group.lo + group.size) and source.mask is None and _covers(source.view)
 
 
 def write(group: Group, sources: Sequence[Source], run: Bytes) -> None:

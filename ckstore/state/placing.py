@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from ckstore.state.groups import Group, Source, find_groups, read, write
-from ckstore.state.views import View
+from ckstore.state.groups import Group, Source, fill, find_groups, is_one_run, read, span_of, write
+from ckstore.state.views import Bytes, View
 
 SMALL = 64 << 10
 """Groups below this many bytes are bundled."""
@@ -22,6 +22,9 @@ class Blob:
 
     `load()` gives them as a flat read-only view of bytes: the live memory where that is possible, else a copy made
     now. `kind` is `float`, `int` or `raw` and `itemsize` the size of those numbers, as a hint to codecs.
+
+    `fill(out)` copies them instead, into memory of the same size. `span` is the run of live memory that `load` or
+    `fill` takes them from, as address space, first and last-plus-one byte; None where they are put together.
     """
 
     nbytes: int
@@ -29,6 +32,8 @@ class Blob:
     kind: str
     path: str
     load: Callable[[], memoryview]
+    fill: Callable[[Bytes], None] | None = None
+    span: tuple[str, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,23 @@ def _blob(layout: _Layout, sources: Sequence[Source]) -> Blob:
     kind, number = hints.pop() if len(hints) == 1 else ("raw", 1)
     path = members[0].path + (f" and {len(members) - 1} more" if len(members) > 1 else "")
     load = partial(_load_group if len(layout) == 1 else _load_bundle, layout, sources)
-    return Blob(start + last.size, number, kind, path, load)
+    return Blob(start + last.size, number, kind, path, load, partial(_fill, layout, sources), _span(layout, sources))
+
+
+def _span(layout: _Layout, sources: Sequence[Source]) -> tuple[str, int, int] | None:
+    group = layout[0][0]
+    for i in group.members if len(layout) == 1 else ():
+        if is_one_run(group, sources[i]):
+            return sources[i].memory.space, *span_of(sources[i])
+    return None
+
+
+def _fill(layout: _Layout, sources: Sequence[Source], out: Bytes) -> None:
+    end = 0
+    for group, at in layout:
+        out[end:at] = 0
+        end = at + group.size
+        fill(group, sources, out[at:end])
 
 
 def _load_group(layout: _Layout, sources: Sequence[Source]) -> memoryview:

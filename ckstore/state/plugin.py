@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -71,6 +71,13 @@ class Plugin(Protocol):
 
     def copy(self, source: object, target: object) -> None:
         """Copy the values of a tensor into `target`, converting them; gradients are not recorded."""
+
+    def copying(self) -> Callable[[Callable[[], None]], None]:
+        """Called where the state is as it shall be saved. What comes back runs copies of it, in any thread: behind all
+        work that devices had been given by then, beside what they are given later; it returns when they are done."""
+
+    def pin(self, memory: Bytes) -> Callable[[], None]:
+        """Let devices copy into `memory` by themselves, where there are any; what comes back undoes it."""
 
     def touched(self, target: object) -> None:
         """Tell the framework that the memory of `target` was written to behind its back."""

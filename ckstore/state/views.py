@@ -21,12 +21,14 @@ class Memory:
     """Where the first element of a view is, and how to get at bytes around it.
 
     `space` names an address space, `fetch(lo, hi)` gives the bytes at addresses [lo, hi) as a flat array that is
-    valid as long as it is referenced: the memory itself in `HOST`, a copy elsewhere.
+    valid as long as it is referenced: the memory itself in `HOST`, a copy elsewhere. Where a device can copy into host
+    memory by itself, `copy(lo, hi, out)` begins to, in the order of whatever the plug-in's `copying` runs.
     """
 
     space: str
     address: int
     fetch: Callable[[int, int], Bytes]
+    copy: Callable[[int, int, Bytes], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

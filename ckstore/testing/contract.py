@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from ckstore import aligned
 from ckstore.backend.base import Backend
 from ckstore.errors import BackendError, CorruptionError, FormatError, InvalidInputError, NotFoundError
 
@@ -141,6 +142,34 @@ class BackendContract:
         stream.commit()
         assert backend.stat("things/a") == size
         assert backend.get("things/a", limit=size) == content
+
+    @pytest.mark.parametrize("size_hint", [0, 3 << 20])
+    @pytest.mark.parametrize("tail", [0, 1, 4095])
+    def test_aligned_memory_and_other_memory_in_one_stream(self, backend: Backend, size_hint: int, tail: int) -> None:
+        """Which a backend may write in different ways: what comes out is what went in, to the byte."""
+        lots = random.Random(tail)
+        memory = aligned.take(1 << 20)
+        memory[: 1 << 20] = lots.randbytes(1 << 20)
+        first, uneven, shifted = memory[: 1 << 16], memory[4096 : (1 << 19) + tail], memory[1 : 1 << 15]
+        pieces: list[bytes | memoryview] = [first, uneven, first, shifted, b"end"]
+        stream = backend.put_stream("things/a", size_hint)
+        for piece in pieces:
+            stream.append(piece)
+        stream.commit()
+        content = b"".join(pieces)
+        assert backend.stat("things/a") == len(content)
+        assert backend.get("things/a", limit=len(content)) == content
+
+    def test_aligned_memory_may_be_used_again_at_once(self, backend: Backend) -> None:
+        memory = aligned.take(1 << 16)[: 1 << 16]
+        stream = backend.put_stream("things/a", 3 << 16)
+        for value in (b"a", b"b", b"c"):
+            memory[:] = value * (1 << 16)
+            stream.append(memory)
+        memory[:] = bytes(1 << 16)
+        stream.commit()
+        content = backend.get("things/a", limit=3 << 16)
+        assert content == b"a" * (1 << 16) + b"b" * (1 << 16) + b"c" * (1 << 16)
 
     def test_an_aborted_stream_leaves_nothing(self, backend: Backend) -> None:
         backend.put("things/a", b"old")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
+from ckstore.aligned import PAGE, is_aligned
 from ckstore.backend.fs import Entry, Stat
 
 ROOT = 1
@@ -60,6 +61,7 @@ class _Open:
     inode: int
     path: str
     writable: bool
+    direct: bool = False
 
 
 def _locked(method: Callable[Concatenate[SimFs, P], R]) -> Callable[Concatenate[SimFs, P], R]:
@@ -73,13 +75,17 @@ def _locked(method: Callable[Concatenate[SimFs, P], R]) -> Callable[Concatenate[
 class SimFs:
     """An `Fs` in memory. `log` holds every mutating call in order, from the image it began with.
 
-    `capacity` is the most bytes that files may hold together; a write beyond it fails with ENOSPC.
+    `capacity` is the most bytes that files may hold together; a write beyond it fails with ENOSPC. A direct write, like
+    any other, is not durable before an fsync; without `direct` there are none.
     """
 
-    def __init__(self, image: Image = EMPTY, *, capacity: int | None = None) -> None:
+    def __init__(self, image: Image = EMPTY, *, capacity: int | None = None, direct: bool = True) -> None:
         self.start = image
         self.log: list[Operation] = []
         self.capacity = capacity
+        self.direct_writes = 0
+        """How many writes went past the cache."""
+        self._gives_direct = direct
         self._directories: dict[int, Mapping[str, int]] = dict(image.directories)
         self._own: dict[int, dict[str, int]] = {}
         self._files: dict[int, bytes | bytearray] = dict(image.files)
@@ -109,7 +115,7 @@ class SimFs:
 
     def reboot(self) -> SimFs:
         """A new file system with everything that this one holds, all of it durable, and an empty log."""
-        return SimFs(self.image(), capacity=self.capacity)
+        return SimFs(self.image(), capacity=self.capacity, direct=self._gives_direct)
 
     @_locked
     def sync(self) -> None:
@@ -162,10 +168,21 @@ class SimFs:
         return self._descriptor(inode, path, writable=False)
 
     @_locked
+    def set_direct(self, fd: int, on: bool) -> None:
+        entry = self._writable(fd)
+        if on and not self._gives_direct:
+            raise _error(errno.EINVAL, entry.path)
+        entry.direct = on
+
+    @_locked
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         entry = self._writable(fd)
         if not data:
             return 0
+        if entry.direct:
+            if offset % PAGE or len(data) % PAGE or not is_aligned(data):
+                raise _error(errno.EINVAL, entry.path)
+            self.direct_writes += 1
         content = self._content(entry.inode)
         end = offset + len(data)
         self._require(max(0, end - len(content)), entry.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -110,11 +111,16 @@ def train(settings: Settings) -> Run:
 
 
 def train_with_saves(run: Run, settings: Settings) -> None:
-    """The same loop with a store; it kills itself inside a save if the settings say so."""
+    """The same loop with a store; it kills itself inside a save if the settings say so.
+
+    Saves go on in the background, but for a run that is to be killed: it makes the system calls itself, one of which is
+    its last.
+    """
     last = settings.steps // settings.save_every
     fs = SuddenDeath(settings.kill_seed, last, Path(settings.store + ".killed")) if settings.kill_seed >= 0 else None
+    place = LocalBackend(settings.store, fs) if fs else settings.store
     with (
-        ckstore.open(LocalBackend(settings.store, fs), create=True, cache_dir=settings.cache or None) as store,
+        ckstore.open(place, create=True, cache_dir=settings.cache or None) as store,
         Checkpointer(
             store,
             model=run.model,
@@ -123,6 +129,7 @@ def train_with_saves(run: Run, settings: Settings) -> None:
             dataloader=run.loader,
             extra={"losses": run.losses},
             save_every=settings.save_every,
+            background=fs is None,
         ) as checkpointer,
     ):
         start = checkpointer.resume()
@@ -131,10 +138,12 @@ def train_with_saves(run: Run, settings: Settings) -> None:
         for n, batch in zip(range(start, settings.steps), run.batches(), strict=False):
             run.step(*batch)
             with fs.watching() if fs else nullcontext():
-                info = checkpointer.step(n + 1, loss=run.losses[-1])
-            if info:
+                before = time.perf_counter()
+                begun = checkpointer.step(n + 1, loss=run.losses[-1])
+                stall = time.perf_counter() - before
+            if begun:
                 loss = run.recent_loss(settings.save_every)
-                print(f"  step {n + 1:4}  loss {loss:.4f}  saved in {info.seconds:.2f} s", flush=True)
+                print(f"  step {n + 1:4}  loss {loss:.4f}  stood still for {stall:.2f} s", flush=True)
 
 
 def settings_from(arguments: list[str] | None = None) -> Settings:

@@ -45,6 +45,12 @@ class TestLocalOverSimFs(BackendContract):
         assert fs.open_files == []
 
 
+class TestLocalOverSimFsWithoutDirectWrites(BackendContract):
+    @pytest.fixture
+    def backend(self) -> Iterator[Backend]:
+        yield LocalBackend("/some/where/store", fs=SimFs(direct=False))
+
+
 class TestLocalWithShortTransfers(BackendContract):
     """Every read and every write moves half of what was asked."""
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ckstore import aligned
 from ckstore.backend.fs import Fs, FsWrapper, OsFs
 from ckstore.backend.local import LocalBackend
 from ckstore.errors import CkstoreWarning, ConflictError, NotFoundError
@@ -37,10 +38,10 @@ BRANCHES = ("main", "trial")
 ACTS = ("save", "save", "save", "prune", "gc", "tag", "restore", "verify")
 CHANGING = ("save", "prune", "gc", "tag")
 RARE = ("preallocate", "truncate")
-ONLY_SAVES = (*RARE, "link")
+ONLY_SAVES = (*RARE, "link", "set_direct")
 VERBS = (
     "create", "write", "fsync", "close", "mkdir", "rmdir", "rename", "link", "unlink", "open", "open_directory", "read",
-    "read_into", "fstat", "stat", "scandir", *RARE,
+    "read_into", "fstat", "stat", "scandir", "set_direct", *RARE,
 )  # fmt: skip
 
 
@@ -83,12 +84,12 @@ def tell(pipe: int, **said: Any) -> None:
 
 
 def state_of(seed: int) -> dict[str, Any]:
-    """One in eight is large enough for its pack to be preallocated."""
+    """One in eight is large enough for its packs to be preallocated, and written before their sizes are known."""
     lots = np.random.default_rng(seed)
     return {
         "seed": seed,
         "frozen": np.arange(3000, dtype=np.float32),
-        "moving": lots.integers(0, 256, 1 << 21 if seed % 8 == 0 else 3000, dtype=np.uint8),
+        "moving": lots.integers(0, 256, 5 << 20 if seed % 8 == 0 else 3000, dtype=np.uint8),
     }
 
 
@@ -276,5 +277,6 @@ class Campaign:
 
 if __name__ == "__main__":
     warnings.simplefilter("error", CkstoreWarning)
+    aligned.BUFFER_SIZE = 1 << 18  # packs take several requests
     root, cache, seed, kills = sys.argv[1:]
     Campaign(root, cache, int(seed)).run(int(kills))

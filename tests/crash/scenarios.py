@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckstore import saver
+from ckstore import pack_writer, saver
 from ckstore.backend.fs import Fs
 from ckstore.errors import BackendError
+from ckstore.ids import SaveName
+from ckstore.known import read_manifest
 from ckstore.testing.faults import Fault, FaultyFs
 from tests.crash.world import Died, Host, MortalFs, Run, state_of
 
@@ -101,6 +103,49 @@ def repack(host: Host) -> Run:
     run.gc()
     assert "relocated-" in "".join(run.fs.tree())
     return run
+
+
+def delta_save(host: Host) -> Run:
+    """Deltas on top of each other, two packs and a manifest of its own; one base is needed by no other snapshot."""
+    run = _deltas(host)
+    with limits(INLINE_BYTES=0, PACK_SIZE=1000):
+        run.save(4, state=_moved(4))
+    commit, _ = run.store._find(4)
+    table = read_manifest(run.store._context, SaveName.parse(commit.save), commit.manifests[0])
+    assert [place.depth for place in table.locations] == [2, 2]
+    return run
+
+
+def prune_of_bases(host: Host) -> Run:
+    """What is left needs packs of what is removed, and no more of it than that."""
+    run = _deltas(host)
+    run.prune(keep_last=1)
+    return run
+
+
+def repack_of_bases(host: Host) -> Run:
+    """gc gives the bases that are left of a pack to a new one."""
+    run = _deltas(host)
+    run.drop(run.nth(0))
+    run = run.settled()
+    run.gc()
+    assert "relocated-" in "".join(run.fs.tree())
+    return run
+
+
+def _deltas(host: Host) -> Run:
+    run = Run(host)
+    run.profile = "compact"
+    run.init()
+    with limits(PACK_SIZE=64 << 10):
+        run.save(1, state={**_moved(1), "gone": _noise(2, 30_000)})
+    run.save(2, state=_moved(2))
+    return run.settled()
+
+
+def _moved(step: int) -> dict[str, Any]:
+    """Two tensors of noise that each step moves by little."""
+    return {"w": _noise(1, 3000) ^ np.uint8(step), "v": np.random.default_rng(3).integers(0, 2**60, 500) + step}
 
 
 def _noise(seed: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -215,7 +260,7 @@ def limits(**changed: int) -> Iterator[None]:
     """Within it, constants of the writer are these."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changed.items():
-            patch.setattr(saver, name, value)
+            patch.setattr(saver if hasattr(saver, name) else pack_writer, name, value)
         yield
 
 
@@ -345,6 +390,6 @@ SCENARIOS: dict[str, Scenario] = {
         gc_after_kill, floor, tag, tag_moved, untag, open_epoch, next_epoch, quarantine, clear,
         prune_beside_unsynced_commit, untag_beside_unsynced_tag, save_beside_unsynced_top,
         save_beside_unsynced_root, save_beside_unsynced_houses,
-        gc_beside_unsynced_removal, gc_beside_late_writer,
+        gc_beside_unsynced_removal, gc_beside_late_writer, delta_save, prune_of_bases, repack_of_bases,
     )
 }  # fmt: skip

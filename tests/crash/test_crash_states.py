@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from ckstore import aligned
 from ckstore.testing.crashes import torn
+from ckstore.testing.simfs import SimFs
 from tests.crash.conftest import Tell
 from tests.crash.oracle import RULES, Oracle
 from tests.crash.scenarios import PAIRS, SCENARIOS, killed_then
-from tests.crash.world import simulate
+from tests.crash.world import CHUNK, Run, simulate, state_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,6 +29,27 @@ def test_every_state_a_power_cut_may_leave(name: str, monkeypatch: pytest.Monkey
     assert list(oracle.violations()) == []
     tell(f"{name}: {oracle.counts}, {oracle.judged} of them different to a store")
     assert oracle.counts.states > oracle.counts.sampled
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_packs_may_be_written_directly_or_through_the_cache(
+    direct: bool, monkeypatch: pytest.MonkeyPatch, tell: Tell
+) -> None:
+    """Every other run here writes them directly, several requests to a pack as in this one where they are large."""
+    monkeypatch.setattr(aligned, "BUFFER_SIZE", 4 * CHUNK)
+    monkeypatch.setattr(aligned, "_idle", [])
+    run = Run(simulate(monkeypatch), SimFs(direct=direct))
+    run.init()
+    run.save(1)
+    run = run.settled()
+    run.save(2, state={**state_of(2), "more": np.random.default_rng(2).integers(0, 256, 40_000, np.uint8)})
+    packs = {operation.path for operation in run.fs.log if operation.verb == "rename" and "/packs/" in operation.target}
+    written = [operation for operation in run.fs.log if operation.verb == "write" and operation.path in packs]
+    assert len(written) > len(packs) == 1
+    assert run.fs.direct_writes == (len(written) if direct else 0)
+    oracle = Oracle(run)
+    assert list(oracle.violations()) == []
+    tell(f"packs in {len(written)} requests, {run.fs.direct_writes} of them direct: {oracle.counts}")
 
 
 @pytest.mark.parametrize("pair", PAIRS)

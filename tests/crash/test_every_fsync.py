@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 
 SKIPPED = {
     "failed_save", "same_step_again", "second_save", "tenth_save", "drop", "next_epoch", "gc_after_kill",
-    "save_beside_unsynced_houses",
+    "save_beside_unsynced_houses", "delta_save", "prune_of_bases", "repack_of_bases",
 }  # fmt: skip
 """Runs whose fsyncs are those of others, in the short run."""
 

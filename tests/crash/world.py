@@ -19,7 +19,7 @@ import pytest
 from blake3 import blake3
 
 import ckstore.process
-from ckstore import announce, floor, layout, reader, reserve, saver
+from ckstore import announce, chunk_writer, floor, layout, reader, reserve
 from ckstore.backend.fs import Fs, FsWrapper
 from ckstore.backend.local import LocalBackend
 from ckstore.format.manifest import Location
@@ -197,13 +197,14 @@ class Run:
         self._now = Promised()
         self._promised: list[tuple[int, Promised]] = [(0, self._now)]
         self._store: Store | None = None
+        self.profile = "balanced"
 
     def settled(self) -> Run:
         """A run that goes on from here, with everything durable and an empty log."""
         after = Run(self.host, self.fs.reboot())
         after.index = self.index.copy()
         after.expected, after.infos, after.attempted = dict(self.expected), dict(self.infos), set(self.attempted)
-        after.late = self.late
+        after.late, after.profile = self.late, self.profile
         after._now = self._now
         after._promised = [(0, self._now)]
         return after
@@ -227,7 +228,7 @@ class Run:
     def begin_process(self, fs: Fs | None = None) -> Store:
         """A new process opens the store; operations are its own from now on."""
         self.host.new_process()
-        self._store = opened(fs or self.fs, self.index)
+        self._store = opened(fs or self.fs, self.index, profile=self.profile)
         return self._store
 
     @property
@@ -251,7 +252,7 @@ class Run:
     # operations
 
     def init(self, fs: Fs | None = None) -> None:
-        self._store = opened(fs or self.fs, self.index, create=True)
+        self._store = opened(fs or self.fs, self.index, create=True, profile=self.profile)
         self._promise(store=self._store.id)
 
     def save(self, step: int, *, state: Any = None, tags: Sequence[str] = (), **options: Any) -> str:
@@ -310,9 +311,11 @@ class Run:
         self._promise(conditions={**self._now.conditions, snapshot: "ok"})
 
 
-def opened(fs: Fs, index: StaleIndex, *, create: bool = False) -> Store:
+def opened(fs: Fs, index: StaleIndex, *, create: bool = False, profile: str = "balanced") -> Store:
     """The store on `fs`, as a new process opens it."""
-    store = open_store(LocalBackend(ROOT, fs=fs), create=create, cache_dir=Path("/proc/nowhere"), chunk_size=CHUNK)
+    store = open_store(
+        LocalBackend(ROOT, fs=fs), create=create, cache_dir=Path("/proc/nowhere"), chunk_size=CHUNK, profile=profile
+    )
     return Store(replace(store._context, index=index))  # type: ignore[arg-type]  # only what a store uses of it
 
 
@@ -329,7 +332,7 @@ def _without(found: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 def simulate(patch: pytest.MonkeyPatch) -> Host:
     """A host whose processes have one thread each, so that a log is the same at every run, and a small reserve."""
     patch.setattr(announce, "Renewal", _NoRenewal)
-    patch.setattr(saver, "ThreadPoolExecutor", _Inline)
+    patch.setattr(chunk_writer, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
     patch.setattr(reserve, "PIECES", 3)
     patch.setattr(reserve, "PIECE_BYTES", RESERVE // 3)

@@ -1,4 +1,4 @@
-"""What the golden stores hold, and how one is made: `python -m tests.golden.golden DIRECTORY`.
+"""What the golden stores hold, and how one is made: `python -m tests.golden.golden (format|deltas) DIRECTORY`.
 
 A golden store is made once for each version of the format and then never changed: every later version of ckstore must
 read it. This file may grow for new formats; what it says of old ones stays.
@@ -70,6 +70,29 @@ def tensors() -> dict[str, Any]:
     }
 
 
+def moving(step: int) -> dict[str, Any]:
+    """Noise of several widths that each step moves by little, and something that only the first step has."""
+    rng = np.random.default_rng(0)
+    state = {
+        "step": step,
+        "f2": (rng.standard_normal(3000).astype("<f2").view("<u2") + np.uint16(step)).view("<f2"),
+        "f4": (rng.standard_normal(1500).astype("<f4").view("<u4") + np.uint32(3 * step)).view("<f4"),
+        "i8": rng.integers(0, 2**60, 600) + step,
+        "bytes": rng.bytes(5000) + bytes([step]) * 10,
+    }
+    return {**state, "gone": rng.bytes(60_000)} if step == 1 else state
+
+
+def make_deltas(directory: Path) -> None:
+    """Snapshots that are deltas of depth 1 to 3; the bases at the bottom were moved by a repack."""
+    cache = directory.with_name(directory.name + "-cache")
+    with ckstore.open(directory, create=True, cache_dir=cache, chunk_size=4096, profile="compact") as store:
+        for step in range(1, 5):
+            store.save(moving(step), step=step)
+        store.drop(1)
+        store.gc()
+
+
 def make(directory: Path, format_number: int) -> None:
     """Make the golden store of the current format in `directory`, which must not exist."""
     cache = directory.with_name(directory.name + "-cache")
@@ -91,4 +114,7 @@ def make(directory: Path, format_number: int) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), 1)
+    if sys.argv[1] == "deltas":
+        make_deltas(Path(sys.argv[2]))
+    else:
+        make(Path(sys.argv[2]), 1)

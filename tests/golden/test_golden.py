@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import ckstore
+from ckstore.history import read_history
+from ckstore.reader import read_manifests
 from ckstore.testing.states import there_and_back
-from tests.golden.golden import plain, tensors
+from tests.golden.golden import moving, plain, tensors
 
 FORMATS = sorted(Path(__file__).parent.glob("format-*"))
 
@@ -98,6 +100,35 @@ def test_it_goes_on(golden: ckstore.Store) -> None:
     golden.prune({"keep_last": 1})
     golden.gc()
     assert same(golden.restore("best"), plain(2))
+
+
+@pytest.fixture
+def deltas(tmp_path: Path) -> Iterator[ckstore.Store]:
+    """A copy of the golden store of deltas, made when format 1 learned them."""
+    copy = shutil.copytree(Path(__file__).parent / "deltas-1", tmp_path / "store")
+    with ckstore.open(copy, cache_dir=tmp_path / "cache", profile="compact") as store:
+        yield store
+
+
+def test_deltas_of_every_depth_and_kind_come_back(deltas: ckstore.Store) -> None:
+    assert [info.step for info in deltas.snapshots()] == [4, 3, 2]
+    kinds = set()
+    for step in (2, 3, 4):
+        assert same(deltas.restore(step), moving(step))
+        places = list(read_manifests(deltas._context, deltas._find(step)[0])[0].locations)
+        assert max(place.depth for place in places) == step - 1
+        kinds |= {(place.codec, place.param) for place in places if place.base is not None}
+    assert kinds == {(3, 16), (3, 34), (3, 36), (3, 40)}
+    assert read_history(deltas._context).marks.relocated
+    assert deltas.verify(deep=True).findings == []
+
+
+def test_a_store_of_deltas_goes_on(deltas: ckstore.Store) -> None:
+    deltas.save(moving(5), step=5)
+    deltas.save(moving(6), step=6)
+    deltas.prune({"keep_last": 1})
+    deltas.gc()
+    assert same(deltas.restore(), moving(6))
 
 
 def test_the_comparison_sees_a_difference() -> None:

@@ -113,7 +113,7 @@ RULES = (
          "if written is not None:\n            with suppress(*_LOST):\n"
          "                self._sizes.setdefault(written.pack, self._context.backend.stat(written.pack))\n"))),
     _rule("packs are durable before the commit record", "reuse", _edit(
-        "pack:PackWriter._end_stream",
+        "pack_writer:PackWriter._end_stream",
         ("stream.commit()", "self._backend.__dict__.setdefault('deferred', []).append(stream)")), _edit(
         "saver:save",
         ("            commit(context, record)\n",
@@ -156,15 +156,15 @@ RULES = (
         "prune:_remove_unless_named", ("elif save in tags.named.values():", "elif False:"))),
     _rule("a prune judges again after it condemned", "takeover", _edit(
         "prune:prune",
-        ("    victims = [save for save in plan_prune(context, policy, branch).drop if",
-         "    plan = plan_prune(context, policy, branch)\n    victims = [save for save in plan.drop if"),
+        ("    victims = _untried(plan_prune(context, policy, branch).drop,",
+         "    plan = plan_prune(context, policy, branch)\n    victims = _untried(plan.drop,"),
         ("        plan = _plan(context, read_history(context), policy, branch, own)\n", "")),
-        preemptions=2, budget=800),
+        preemptions=2, budget=1500),
     _rule("a remover withdraws its own mark only", "forced drop", _edit(
         "prune:finish_condemned",
         ("context.backend.delete(own[save])",
-         "[context.backend.delete(name) for name in context.backend.list(layout.marks(save)) if '/condemned' in name]")
-    )),
+         "[context.backend.delete(name) for name in context.backend.list(layout.marks(save)) if '/condemned' in name]"),
+    ), budget=4000),
     _rule("who finishes a removal condemns anew", "withdrawn", _edit(
         "prune:finish_condemned",
         ("    with _condemned(context, waiting, result) as own:\n",
@@ -232,6 +232,16 @@ RULES = (
         "repack:repack",
         ("    finish(context, save, relocation)\n",
          "    withdraw(context, save, victims)\n    finish(context, save, relocation)\n")), _TRUSTING),
+    # --- deltas
+    _rule("a closure lists the packs of bases", "deltas", _edit(
+        "saver:_write",
+        ("chunks.closure(places.table.packs)", "chunks.closure(sorted({place.pack for place in places}))"))),
+    _rule("a base counts only in the closure of an announced parent", "stale base", _edit(
+        "known:Known.may_use",
+        (" and all(self._is_sound(base.place) for base in place.chain())", "")), _edit(
+        "known:Known.size_of", ("return self._sizes[pack]", "return self._sizes.get(pack, 4096)")), _TRUSTING),
+    _rule("a repack moves bases", "deltas beside repack", _edit(
+        "repack:_uses", ("range(len(table.chunks))", "range(table.chunks.count)"))),
     # --- epochs, pins, refs
     _rule("an older run is refused", "epochs", _edit(
         "saver:save", ("check_epoch(context, request.branch, announcement.epoch)", "pass")), _edit(

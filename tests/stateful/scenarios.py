@@ -9,7 +9,7 @@ from functools import cache
 
 from ckstore.format import records
 from tests.stateful.interleave import Actor, Deviating, Pct, Strategy, Walk, schedules
-from tests.stateful.world import CONFIG, World, single_threaded
+from tests.stateful.world import CONFIG, NEAR, World, single_threaded
 
 Act = Callable[[Actor], None]
 Base = Callable[[World], list[Act]]
@@ -66,6 +66,19 @@ def sparse(world: World) -> list[Act]:
     """One snapshot, which needs little of each of its two packs."""
     saves = [world.save(1, full=True), world.save(2), world.save(3)]
     return [*saves, world.prune(keep_last=1), world.sweep()]
+
+
+def deltas(world: World) -> list[Act]:
+    """Three snapshots, each of the last two the difference from the one before."""
+    world.profile = "compact"
+    return [world.save(1, full=True), world.save(2), world.save(3)]
+
+
+def delta_left_behind(world: World) -> list[Act]:
+    """One snapshot, and in one of its packs a delta that it does not need, whose base is in none of them."""
+    world.profile = "compact"
+    saves = [world.save(1, full=True), world.doubt(1), world.save(2), world.save(NEAR)]
+    return [*saves, world.drop(1), world.drop(2)]
 
 
 def both_condemned(world: World) -> list[Act]:
@@ -296,6 +309,30 @@ def _beside_repack(world: World, rng: random.Random) -> None:
     world.add("gc", world.repack(), world.sweep())
 
 
+def _deltas(world: World, rng: random.Random) -> None:
+    world.profile = "compact"
+    world.add("writer", world.save(2), world.save(3), world.save(4))
+    world.add("other", world.save(5, full=True))
+    world.add("prune", world.prune(keep_last=1))
+    world.add("gc", world.sweep(rng.choice([0, 1e9])))
+    world.add("reader", world.restore())
+
+
+def _deltas_beside_repack(world: World, rng: random.Random) -> None:
+    world.profile = "compact"
+    world.add("writer", world.save(4))
+    world.add("prune", world.prune(keep_last=1))
+    world.add("gc", world.repack(), world.sweep())
+    world.add("reader", world.restore())
+
+
+def _stale_base(world: World, rng: random.Random) -> None:
+    world.profile = "compact"
+    world.knows("writer", 2)
+    world.add("writer", world.save(2))
+    world.add("gc", world.sweep())
+
+
 def _two_repacks(world: World, rng: random.Random) -> None:
     world.add("one", world.repack())
     world.add("two", world.repack(), world.sweep())
@@ -328,6 +365,9 @@ SCENARIOS = {
         Scenario("crashes", two, _crashes, ("writer", "other", "prune", "gc")),
         Scenario("beside repack", sparse, _beside_repack),
         Scenario("two repacks", sparse, _two_repacks),
+        Scenario("deltas", one, _deltas, ("writer",)),
+        Scenario("deltas beside repack", deltas, _deltas_beside_repack, ("gc",)),
+        Scenario("stale base", delta_left_behind, _stale_base),
         Scenario("repacks", two, _repacks, ("gc", "writer")),
     )
 }

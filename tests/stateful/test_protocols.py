@@ -41,6 +41,7 @@ SMALL = {
     "slow": 1,
     "two repacks": 1,
     "beside repack": 1,
+    "stale base": 1,
 }
 """Scenarios of which every schedule with at most so many preemptions is run."""
 

@@ -32,8 +32,11 @@ from ckstore.errors import (
     InvalidInputError,
     NotFoundError,
 )
+from ckstore.format.manifest import Location
 from ckstore.history import read_history
+from ckstore.ids import SaveName
 from ckstore.info import SnapshotInfo
+from ckstore.known import read_manifest
 from ckstore.prune import TAGGED
 from ckstore.relocation import Relocations
 from ckstore.store import open_store
@@ -128,6 +131,8 @@ def equal(found: Any, wanted: Any) -> bool:
 class StoreMachine(RuleBasedStateMachine):
     """The model: snapshots by id, tags, and the epochs of each branch."""
 
+    profile = "balanced"
+
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="ckstore-machine-"))
@@ -135,8 +140,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.patch.setattr(ckstore.announce, "Renewal", _Still)
         self.backend = self.make_backend()
         self.cache = self.directory / "cache"
-        self.store = open_store(self.backend, create=True, cache_dir=self.cache, chunk_size=4096)
-        self.old_run = open_store(self.backend, cache_dir=self.cache)
+        self.store = open_store(self.backend, create=True, cache_dir=self.cache, chunk_size=4096, profile=self.profile)
+        self.old_run = open_store(self.backend, cache_dir=self.cache, profile=self.profile)
         self.snaps: dict[str, Snap] = {}
         self.tags: dict[str, str] = {}
         self.epochs: dict[str, list[tuple[int, tuple[int, int, str]]]] = {"main": [], "exp": []}
@@ -227,7 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
     def suspend(self, branch: str, stop_at: int, full: bool) -> None:
         state = copy.deepcopy(self.next_state())
         gate = Gate(self.backend)
-        store = open_store(gate, cache_dir=self.cache)  # type: ignore[arg-type]
+        store = open_store(gate, cache_dir=self.cache, profile=self.profile)  # type: ignore[arg-type]
         gate._calls, gate.stop_at = 0, stop_at
         outcome: list[Any] = []
 
@@ -436,9 +441,9 @@ class StoreMachine(RuleBasedStateMachine):
             if how == "stale" and (self.directory / "copy").exists():
                 shutil.copytree(self.directory / "copy", self.cache)
             old = dict(self.old_run._epochs)
-            self.old_run = open_store(self.backend, cache_dir=self.cache)
+            self.old_run = open_store(self.backend, cache_dir=self.cache, profile=self.profile)
             self.old_run._epochs.update(old)
-        self.store = open_store(self.backend, cache_dir=self.cache)
+        self.store = open_store(self.backend, cache_dir=self.cache, profile=self.profile)
         self.store._epochs.update(epochs)
 
     @precondition(lambda self: self.suspended is None)
@@ -537,6 +542,34 @@ class MemoryMachine(StoreMachine):
         return MemoryBackend("machine")
 
 
+class DeltaMachine(MemoryMachine):
+    """Noise that training moves by little: snapshots build on each other as deltas."""
+
+    profile = "compact"
+
+    def __init__(self) -> None:
+        super().__init__()
+        lots = np.random.default_rng(1)
+        self.parts = {"frozen": lots.integers(0, 2**60, 1500), "hot": lots.integers(0, 2**60, 1200)}
+
+    def next_state(self) -> dict[str, Any]:
+        self.parts["hot"] = self.parts["hot"] + 1
+        return super().next_state()
+
+    def _finish(self) -> None:
+        super()._finish()
+        depths = [place.depth for snap in self.snaps.values() for place in self._places_of(snap)]
+        _deepest.append(max(depths, default=0))
+
+    def _places_of(self, snap: Snap) -> list[Location]:
+        commit, _ = self.store._find(f"id:{snap.info.id}")
+        return list(read_manifest(self.store._context, SaveName.parse(commit.save), commit.manifests[0]).locations)
+
+
+_deepest: list[int] = []
+"""How deep the deltas were that were left in the end, example by example."""
+
+
 class LocalMachine(StoreMachine):
     def make_backend(self) -> LocalBackend:
         return LocalBackend(str(self.directory / "store"))
@@ -558,6 +591,11 @@ def run(machine: Callable[[], StoreMachine], examples: int, steps: int) -> None:
     )
 
 
+def test_a_store_of_deltas_is_what_the_model_says() -> None:
+    run(DeltaMachine, 30, steps=35)
+    assert max(_deepest) == 3
+
+
 @pytest.mark.parametrize(("machine", "examples"), [(MemoryMachine, 40), (LocalMachine, 15)])
 def test_a_store_is_what_the_model_says(machine: type[StoreMachine], examples: int) -> None:
     run(machine, examples, steps=35)
@@ -565,6 +603,6 @@ def test_a_store_is_what_the_model_says(machine: type[StoreMachine], examples: i
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("machine", "examples"), [(MemoryMachine, 1500), (LocalMachine, 400)])
+@pytest.mark.parametrize(("machine", "examples"), [(MemoryMachine, 1500), (DeltaMachine, 800), (LocalMachine, 400)])
 def test_a_store_is_what_the_model_says_for_longer(machine: type[StoreMachine], examples: int) -> None:
     run(machine, examples, steps=60)

@@ -22,16 +22,16 @@ import pytest
 from blake3 import blake3
 
 import ckstore.announce
+import ckstore.chunk_writer
 import ckstore.ids
 import ckstore.reader
-import ckstore.saver
-from ckstore import floor, gc, layout, prune, repack, saver
+from ckstore import facts, floor, gc, layout, prune, repack, saver
 from ckstore.announce import Patience
 from ckstore.backend.base import Capabilities
 from ckstore.backend.memory import MemoryBackend, MemoryStream
 from ckstore.codec.choose import profile_named
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, ConflictError, FencedError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, ConflictError, CorruptionError, FencedError, NotFoundError
 from ckstore.format import manifest, records
 from ckstore.format.manifest import Location
 from ckstore.ids import SaveName
@@ -42,13 +42,18 @@ from tests.stateful.interleave import Actor, Crashed, Scheduler, Strategy, runni
 from tests.stateful.truth import Truth, order_of, read_tag
 
 CONFIG = records.Config(store="0" * 32, chunk_size=4096)
+NEAR = 100
 _FROZEN = np.frombuffer(blake3(b"frozen").digest(length=3000), np.uint8)
 _captured: dict[int, Captured] = {}
 
 
 def state_of(value: int) -> dict[str, Any]:
-    """The state that the save with the number `value` keeps: a part that all share, and one of its own."""
-    own = np.frombuffer(blake3(b"%d" % value).digest(length=2000), np.uint8)
+    """The state that the save with the number `value` keeps: a part that all share, and one of its own.
+
+    Numbers below `NEAR`, and those between each two of its multiples, have parts that differ by little.
+    """
+    own = np.frombuffer(blake3(b"%d" % (value // NEAR)).digest(length=2000), np.uint8).copy()
+    own[:4] ^= value % NEAR
     return {"frozen": {"w": _FROZEN}, "hot": {"v": own}, "value": value}
 
 
@@ -119,7 +124,7 @@ def single_threaded() -> Iterator[None]:
     """Nothing of the engine runs beside the actors, and nothing of it is random."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ckstore.announce, "Renewal", _Still)
-        patch.setattr(ckstore.saver, "ThreadPoolExecutor", _Inline)
+        patch.setattr(ckstore.chunk_writer, "ThreadPoolExecutor", _Inline)
         patch.setattr(ckstore.reader, "ThreadPoolExecutor", _Inline)
         patch.setattr(ckstore.ids, "secrets", _Nonces)
         # Every gc here has patience for ever or for no time at all: what it saw before does not matter.
@@ -283,6 +288,7 @@ class World:
         self.salt = salt
         self.fine = False
         """Whether reading what never changes is a step too. Few steps reach more orders of those that matter."""
+        self.profile = "fast"
         self.patient = True
         """Nobody is given up: then no live actor may fail."""
         self.saved: list[Saved] = []
@@ -314,7 +320,7 @@ class World:
             CONFIG,
             index,  # type: ignore[arg-type]
             Path("/nonexistent"),
-            profile_named("fast"),
+            profile_named(self.profile),
             monotonic=lambda: 0.0,
             now=lambda: self.now,
         )
@@ -432,13 +438,26 @@ class World:
 
         return act
 
+    def doubt(self, value: int) -> Callable[[Actor], None]:
+        """Mark the frame of the part that all share, as the snapshot of `value` has it, as damaged."""
+
+        def act(actor: Actor) -> None:
+            place = self._table(value).locations[0]
+            error = CorruptionError("looks odd", name=place.pack, offset=place.offset)
+            facts.mark_damage(self.context(actor), error, place.stored)
+
+        return act
+
     def knows(self, actor: str, value: int) -> None:
         """Let the index of `actor` hold the chunks of the snapshot of `value`, whatever became of it."""
+        table = self._table(value)
+        self.indexes.setdefault(actor, PlainIndex()).add(table.save, table.ids, table.locations)
+
+    def _table(self, value: int) -> manifest.Manifest:
         save, commit = next((save, commit) for save, commit in self.truth.commits.items() if commit.step == value)
         inline = commit.manifests[0].inline
         assert inline is not None
-        table = manifest.decode(inline, save, 0, "")
-        self.indexes.setdefault(actor, PlainIndex()).add(save, table.ids, table.locations)
+        return manifest.decode(inline, save, 0, "")
 
     def raise_floor(self) -> Callable[[Actor], None]:
         return lambda actor: self._expect(lambda: floor.raise_floor(self.context(actor), least=1), "the floor")

@@ -151,6 +151,7 @@ def test_steps_are_saved_when_due(tmp_path: Path) -> None:
         saved = [n for n in range(1, 12) if checkpointer.step(n, loss=n / 2)]
         # A loop that counts several steps at once does not miss its turn.
         saved += [n for n in (14, 18, 22, 31) if checkpointer.step(n)]
+        checkpointer.wait()
         infos = checkpointer.store.snapshots()
     assert saved == [5, 10, 18, 22, 31]
     assert [(info.step, info.full) for info in infos][::-1] == [
@@ -507,6 +508,7 @@ def test_keep_prunes_this_branch_after_each_save(tmp_path: Path, keep: Any) -> N
             other.save(n)
         for n in range(1, 6):
             checkpointer.step(n)
+        checkpointer.wait()
         assert [info.step for info in checkpointer.store.snapshots("main")] == [5, 4]
         assert [info.step for info in checkpointer.store.snapshots("other")] == [3, 2, 1]
 
@@ -556,9 +558,11 @@ def test_a_failed_save_raises_and_the_next_one_succeeds(tmp_path: Path) -> None:
         value[0] = object()
         with pytest.raises(ckstore.UnsupportedTypeError, match=r"extra/value/0 of type object"):
             checkpointer.step(2)
+        checkpointer.wait()
         assert [info.step for info in checkpointer.store.snapshots()] == [1]
         value[0] = 2
         checkpointer.step(2)
+        checkpointer.wait()
         assert [info.step for info in checkpointer.store.snapshots()] == [2, 1]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ckstore.errors import CorruptionError, FormatError
 from ckstore.format import envelope, manifest
-from ckstore.format.manifest import MAX_PACK, Location, Manifest
+from ckstore.format.chunks import MAX_DEPTH, ChunkLookup
+from ckstore.format.manifest import MAX_PACK, Base, Location, Manifest
 from ckstore.ids import SaveName, digest
 
 SAVE = SaveName(3, "00000000000000cc")
@@ -42,9 +43,10 @@ def changed(content: dict[str, Any] | None = None, /, **changes: Any) -> bytes:
 
 
 def test_a_manifest_comes_back() -> None:
-    assert read(DATA) == Manifest(
-        SAVE, 2, b"tree", b"order", tuple(SIZES), 4096, tuple(IDS), tuple(PLACES), digest(CONTENT)
-    )
+    found = read(DATA)
+    assert (found.save, found.rank, found.tree, found.order) == (SAVE, 2, b"tree", b"order")
+    assert (found.blob_sizes, found.chunk_size, found.content) == (tuple(SIZES), 4096, digest(CONTENT))
+    assert (list(found.ids), list(found.locations)) == (IDS, PLACES)
 
 
 def test_blobs_and_chunks_are_matched() -> None:
@@ -57,7 +59,7 @@ def test_blobs_and_chunks_are_matched() -> None:
 
 def test_a_state_without_tensors_has_a_manifest() -> None:
     found = read(manifest.encode(SAVE, 2, manifest.encode_content(b"t", [], 4096, []), b"", []))
-    assert (found.ids, found.locations, found.chunks_of_blob()) == ((), (), [])
+    assert (list(found.ids), list(found.locations), found.chunks_of_blob()) == ([], [], [])
 
 
 def test_content_does_not_depend_on_places_or_order() -> None:
@@ -151,7 +153,7 @@ def test_contents_that_lie_are_refused(content: dict[str, Any]) -> None:
         read(changed(content))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 100), max_size=4),
     st.sampled_from([16, 4096, 1 << 20]) | st.integers(),
@@ -176,10 +178,133 @@ def test_what_is_believed_is_in_range(sizes: list[int], chunk_size: int, rows: l
     assert all(place.pack in PACKS and 0 < place.stored <= found.chunk_size for place in found.locations)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_corruption_and_any_payload_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptionError):
         read(data)
     with pytest.raises(FormatError):
         read(envelope.wrap(b"M", data))
+
+
+# --- deltas
+
+BASES = [digest(bytes([100 + i])) for i in range(3)]
+WHOLE = Base(BASES[0], Location(PACKS[0], 9000, 700, 2, 4))
+FIRST = Base(BASES[1], Location(PACKS[1], 9000, 50, 3, 36, WHOLE))
+SECOND = Base(BASES[2], Location(PACKS[1], 9100, 60, 3, 36, FIRST))
+WITH_DELTAS = [
+    PLACES[0],
+    Location(PACKS[0], 64, 40, 3, 36, SECOND),
+    Location(PACKS[0], 200, 41, 3, 36, FIRST),
+    PLACES[3],
+]
+DELTAS = manifest.encode(SAVE, 2, CONTENT, b"order", WITH_DELTAS)
+
+
+def with_bases(*bases: int, **changes: Any) -> bytes:
+    """`DELTAS` with this column of bases: four chunks, then SECOND, FIRST and WHOLE."""
+    fields = msgspec.msgpack.decode(envelope.unwrap(b"M", DELTAS, "object"))
+    fields["bases"] = u4(*[2**32 - 1 if base < 0 else base for base in bases])
+    return envelope.wrap(b"M", msgspec.msgpack.encode(fields | changes))
+
+
+def test_deltas_come_back_with_all_their_bases() -> None:
+    found = read(DELTAS)
+    assert (list(found.ids), list(found.locations)) == (IDS, WITH_DELTAS)
+    assert [place.depth for place in found.locations] == [0, 3, 2, 0]
+    assert (len(found.chunks), found.chunks.count, found.chunks.has_deltas) == (7, 4, True)
+    assert [found.chunks.id(row) for row in range(4, 7)] == [SECOND.id, FIRST.id, WHOLE.id]
+    assert with_bases(-1, 4, 5, -1, 5, 6, -1) == DELTAS
+
+
+def test_deltas_do_not_change_the_content_and_their_absence_not_the_bytes() -> None:
+    assert read(DELTAS).content == read(DATA).content
+    fields = msgspec.msgpack.decode(envelope.unwrap(b"M", DATA, "object"))
+    assert not {"bases", "base_ids"} & fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("bases", "what"),
+    [
+        ((-1, 4, 5, -1, 5, 4, -1), "does not stand behind"),  # a circle
+        ((-1, 4, 5, -1, 4, 6, -1), "does not stand behind"),  # its own base
+        ((-1, 3, 5, -1, 5, 6, -1), "does not stand behind"),  # a chunk of the state
+        ((-1, 7, 5, -1, 5, 6, -1), "does not stand behind"),  # none of the rows
+        ((-1, 2**32 - 2, 5, -1, 5, 6, -1), "does not stand behind"),
+        ((-1, 4, -1, -1, 5, 6, -1), "without a base"),
+        ((4, 4, 5, -1, 5, 6, -1), "for what is no delta"),
+        ((-1, 4, 5, -1, 5, 6), "different lengths"),
+        ((), "cut short"),
+    ],
+)
+def test_bases_that_lie_are_refused(bases: tuple[int, ...], what: str) -> None:
+    with pytest.raises(FormatError, match=what):
+        read(with_bases(*bases))
+
+
+def test_a_base_of_another_size_is_refused() -> None:
+    """Chunk 0 has 10 bytes where chunk 1 has 4096."""
+    with pytest.raises(FormatError, match="another size"):
+        read(with_bases(4, 4, 5, -1, 5, 6, -1, codecs=bytes([3, 3, 3, 2, 3, 3, 2])))
+    with pytest.raises(FormatError, match="another size"):
+        read(with_bases(5, 4, 5, -1, 5, 6, -1, codecs=bytes([3, 3, 3, 2, 3, 3, 2])))
+
+
+def test_a_base_that_nothing_needs_is_refused() -> None:
+    with pytest.raises(FormatError, match="nothing needs"):
+        read(with_bases(-1, 5, 5, -1, 5, 6, -1))
+
+
+@pytest.mark.parametrize("changes", [{"base_ids": bytes(95)}, {"base_ids": bytes(64)}, {"base_ids": b""}])
+def test_a_table_of_bases_that_is_cut_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(FormatError):
+        read(with_bases(-1, 4, 5, -1, 5, 6, -1, **changes))
+
+
+def chain(depth: int) -> Location:
+    place = Location(PACKS[0], 64, 9, 0, 0)
+    for number in range(depth):
+        place = Location(PACKS[0], 100 + number, 9, 3, 16, Base(digest(bytes([200 + number])), place))
+    return place
+
+
+def test_chains_are_as_long_as_they_may_be_and_no_longer() -> None:
+    content = manifest.encode_content(b"t", [10], 4096, IDS[:1])
+    longest = chain(MAX_DEPTH)
+    assert list(read(manifest.encode(SAVE, 2, content, b"", [longest])).locations) == [longest]
+    with pytest.raises(FormatError, match=f"more than {MAX_DEPTH} deltas"):
+        read(manifest.encode(SAVE, 2, content, b"", [chain(MAX_DEPTH + 1)]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(-1, 8), min_size=7, max_size=7), st.lists(st.sampled_from([0, 3]), min_size=7, max_size=7))
+def test_bases_that_are_believed_end(bases: list[int], codecs: list[int]) -> None:
+    try:
+        found = read(with_bases(*bases, codecs=bytes(codecs)))
+    except FormatError:
+        return
+    for place in found.locations:
+        assert (place.codec == 3) == (place.base is not None)
+        assert place.depth == len(list(place.chain())) <= MAX_DEPTH
+
+
+def test_every_chunk_is_found_in_a_table_and_nothing_else() -> None:
+    table = read(DELTAS).chunks
+    lookup = ChunkLookup(table)
+    assert [lookup.find(chunk) for chunk in IDS] == WITH_DELTAS
+    assert [lookup.find(base.id) for base in (WHOLE, FIRST, SECOND)] == [WHOLE.place, FIRST.place, SECOND.place]
+    assert lookup.find(digest(b"unknown")) is None
+    assert lookup.find(IDS[0][:8] + bytes(24)) is None  # the same beginning
+    nothing = read(manifest.encode(SAVE, 2, manifest.encode_content(b"t", [], 4096, []), b"", []))
+    assert ChunkLookup(nothing.chunks).find(IDS[0]) is None
+
+
+def test_ids_and_places_are_sequences() -> None:
+    found = read(DELTAS)
+    assert (found.ids[-1], found.ids[1:3]) == (IDS[-1], IDS[1:3])
+    assert (found.locations[-1], found.locations[1:3]) == (WITH_DELTAS[-1], WITH_DELTAS[1:3])
+    with pytest.raises(IndexError):
+        found.ids[4]
+    with pytest.raises(IndexError):
+        found.locations[4]

@@ -13,7 +13,15 @@ from ckstore import facts, layout
 from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import CkstoreWarning, ConflictError, CorruptionError, FencedError, FormatError
 from ckstore.format import records
-from ckstore.history import list_saves, parse_marks, read_epochs, read_floor, read_history, read_marks
+from ckstore.history import (
+    list_saves,
+    parse_marks,
+    read_epochs,
+    read_floor,
+    read_history,
+    read_marks,
+    read_whole_decision,
+)
 from ckstore.ids import SaveName
 from ckstore.process import current_owner
 from ckstore.store import Store
@@ -285,8 +293,9 @@ def test_what_a_damaged_epoch_left_behind_is_not_newer_than_what_it_saved(store:
     saved(store, 1)
     store.open_epoch()
     saved(store, 2)
-    (two,) = [commit for _, commit in read_history(store._context).commits() if commit.step == 2]
-    sequence = SaveName.parse(two.save).sequence + 1
+    (name,) = [save for save, commit in read_history(store._context).commits() if commit.step == 2]
+    two = read_whole_decision(store._context, name)
+    sequence = name.sequence + 1
     record = msgspec.structs.replace(two, save=str(SaveName(sequence, "c" * 16)), epoch=0, step=3)
     store._context.backend.put(f"snapshots/{record.save}", records.encode(record))
     assert good(store) == [2, 1]

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
+import msgspec
 import pytest
 
 from ckstore import layout, sealed
 from ckstore.format.manifest import Location
 from ckstore.ids import SaveName, digest
 from ckstore.index import ChunkIndex
+from ckstore.process import current_owner
 
 SAVE = SaveName(1, "00000000000000aa")
 OTHER = SaveName(2, "00000000000000bb")
@@ -237,8 +239,31 @@ def test_every_flipped_byte_of_the_file_is_a_miss(path: Path) -> None:
             file.seek(i)
             file.write(whole[i : i + 1])
     index = ChunkIndex.open(path)
-    assert index.get(IDS[0]) == PLACES[0]
+    assert index.get(IDS[0]) is None  # nobody knows that all is as it was
     index.close()
+
+
+def test_every_seal_is_another_one(path: Path, index: ChunkIndex) -> None:
+    seals = set()
+    for _ in range(20):
+        index.add(SAVE, IDS, PLACES)
+        seals.add((path / "seal").read_bytes())
+        assert (path / "data.mdb").stat().st_mtime < 1.1e9
+    assert len(seals) == 20
+
+
+@pytest.mark.parametrize("boot", ["another boot", ""])
+def test_after_another_boot_an_index_is_begun_anew(boot: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may have torn what was never made durable."""
+    first = ChunkIndex.open(path)
+    first.add(SAVE, IDS, PLACES)
+    first.close()
+    monkeypatch.setattr(sealed, "current_owner", lambda: msgspec.structs.replace(current_owner(), boot=boot))
+    second = ChunkIndex.open(path)
+    assert second.get(IDS[0]) is None
+    second.add(SAVE, IDS, PLACES)
+    assert filled(second)
+    second.close()
 
 
 def file_in_the_way(path: Path) -> None:

@@ -12,10 +12,12 @@ import pytest
 from ckstore import facts, layout
 from ckstore.backend.local import LocalBackend
 from ckstore.errors import CkstoreWarning, CorruptionError
+from ckstore.format import records
 from ckstore.format.manifest import Location
-from ckstore.history import Marks, read_marks
+from ckstore.history import ELSEWHERE, Marks, read_history, read_marks
 from ckstore.ids import SaveName
 from ckstore.known import Known, read_manifest
+from ckstore.process import current_owner
 from ckstore.store import Store
 from ckstore.testing.faults import CountingBackend
 
@@ -70,6 +72,28 @@ def test_a_hit_outside_the_parents_closure_is_a_miss(store: Store, noise: Noise)
     known_after(store, one)  # brings the chunks of one into the index
     assert store._context.index.get(ids[0]) is not None
     assert known_after(store, two).find(ids[0]) is None
+
+
+def test_commits_kept_in_memory_hold_no_manifests_and_share_packs(store: Store, noise: Noise) -> None:
+    for step in (1, 2):
+        store.save({"a": noise(1), "step": step}, step=step)
+    context = store._context
+    context.decisions.clear()
+    newer, older = (commit for _, commit in read_history(context).commits())
+    assert newer.manifests[0].inline == older.manifests[0].inline == ELSEWHERE
+    assert newer.packs[0] is older.packs[0]
+    for commit in (newer, older):
+        table = read_manifest(context, SaveName.parse(commit.save), commit.manifests[0])
+        assert [place.pack for place in table.locations] == [commit.packs[0].name]
+
+
+def test_a_record_that_lost_its_manifest_meanwhile_is_damage(store: Store, noise: Noise) -> None:
+    store.save({"a": noise(1)}, step=1)
+    context = store._context
+    ((save, commit),) = read_history(context).commits()
+    context.backend.put(layout.snapshot(save), records.encode(records.Abort(str(save), "odd", current_owner())))
+    with pytest.raises(CorruptionError, match="no longer holds the manifest"):
+        read_manifest(context, save, commit.manifests[0])
 
 
 def test_without_parents_nothing_is_known(store: Store, noise: Noise) -> None:

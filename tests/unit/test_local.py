@@ -393,6 +393,18 @@ def test_a_filesystem_without_preallocation_is_fine(number: int) -> None:
     assert backend.get("things/a", limit=3) == b"abc"
 
 
+def test_more_room_asked_for_than_there_is_does_not_keep_what_fits_from_being_written() -> None:
+    fs = SimFs(capacity=2 << 20)
+    backend = LocalBackend("/store", fs=fs)
+    put_stream(backend, "things/a", bytes(1 << 20), size_hint=256 << 20)
+    assert backend.stat("things/a") == 1 << 20
+    partly = FaultyFs(SimFs(), Fault("preallocate", 1, OSError(errno.ENOSPC, "injected"), after=True))
+    backend = LocalBackend("/store", fs=partly)
+    put_stream(backend, "things/a", b"abc", size_hint=1 << 20)
+    partly.faults.assert_fired()
+    assert backend.get("things/a", limit=3) == b"abc"
+
+
 @pytest.mark.parametrize("verb", ["open_directory", "fsync"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL])
 def test_a_directory_above_the_root_that_cannot_be_fsynced_is_no_obstacle(verb: str, number: int) -> None:

@@ -8,17 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-from ckstore import codec, layout
+from ckstore import aligned, codec, layout
 from ckstore.backend.base import PutStream
 from ckstore.backend.memory import MemoryBackend
 from ckstore.codec import PLANES, RAW, ZSTD, Choice, Encoded
-from ckstore.errors import BackendError, CorruptionError, FormatError, InvalidInputError, NotFoundError
+from ckstore.errors import BackendError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import envelope
 from ckstore.format import pack as form
 from ckstore.format.manifest import Location
 from ckstore.format.records import PackRef
 from ckstore.ids import SaveName, digest
-from ckstore.pack import Fault, PackWriter, check_pack, read_footer, read_frame
+from ckstore.pack import Fault, check_pack, read_footer, read_frame
+from ckstore.pack_writer import PackWriter
 
 PACK = layout.pack(SaveName(1, "00000000000000ff"), 0, 0)
 RANDOM = random.Random(5).randbytes(300)
@@ -33,6 +34,8 @@ class Storage(MemoryBackend):
         self.failures = list(failures)
         self.calls: dict[str, int] = {"append": 0, "commit": 0, "abort": 0}
         self.reads: list[int] = []
+        self.pieces: list[tuple[int, bool]] = []
+        """Of each piece appended its size, and whether its memory is aligned."""
 
     def called(self, verb: str) -> None:
         self.calls[verb] += 1
@@ -56,6 +59,7 @@ class Stream:
 
     def append(self, piece: bytes | bytearray | memoryview) -> None:
         self._storage.called("append")
+        self._storage.pieces.append((len(piece), aligned.is_aligned(memoryview(piece))))
         self._inner.append(piece)
 
     def commit(self) -> None:
@@ -279,75 +283,6 @@ def test_an_unknown_codec_is_a_newer_format_and_a_missing_pack_is_not_found() ->
     storage.delete(PACK)
     with pytest.raises(NotFoundError):
         frame_of(storage, locations[0], RANDOM)
-
-
-AGAIN, NEVER = BackendError("fsync failed", retryable=True), BackendError("read-only")
-WHOLE = Storage()
-write(WHOLE)
-
-
-@pytest.mark.parametrize("verb", ["append", "commit"])
-@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
-def test_a_pack_is_written_once_more_from_memory_after_a_retryable_failure(verb: str, call: int) -> None:
-    call = 1 if verb == "commit" else call
-    storage = Storage((verb, call, AGAIN))
-    write(storage)
-    assert storage.failures == []
-    assert storage.get(PACK, limit=1 << 20) == WHOLE.get(PACK, limit=1 << 20)
-
-
-@pytest.mark.parametrize(
-    "failures",
-    [
-        [("commit", 1, AGAIN), ("commit", 2, AGAIN)],
-        [("append", 2, AGAIN), ("append", 4, AGAIN)],
-        [("append", 2, AGAIN), ("commit", 1, AGAIN)],
-        [("commit", 1, NEVER)],
-        [("append", 1, NEVER)],
-        [("append", 3, NEVER)],
-    ],
-)
-def test_other_failures_reach_the_caller_and_nothing_is_visible(failures: list[tuple[str, int, BackendError]]) -> None:
-    storage = Storage(*failures)
-    with pytest.raises(BackendError) as caught:
-        write(storage)
-    assert caught.value is failures[-1][2]
-    assert storage.failures == []
-    assert storage.list(layout.PACKS) == []
-
-
-def test_a_writer_that_failed_or_ended_takes_no_more_frames() -> None:
-    storage = Storage(("append", 2, NEVER))
-    writer = PackWriter(storage, PACK)
-    with pytest.raises(BackendError):
-        writer.append(digest(RANDOM), 300, Encoded(RAW, 0, RANDOM))
-    with pytest.raises(InvalidInputError):
-        writer.append(digest(RANDOM), 300, Encoded(RAW, 0, RANDOM))
-    with pytest.raises(InvalidInputError):
-        writer.finish()
-    writer.abort()
-    assert (storage.calls["abort"], storage.list(layout.PACKS)) == (1, [])
-
-
-def test_abort_drops_everything_and_is_harmless_after_finish() -> None:
-    storage = Storage()
-    writer = PackWriter(storage, PACK)
-    writer.append(digest(RANDOM), 300, Encoded(RAW, 0, RANDOM))
-    writer.abort()
-    assert storage.list(layout.PACKS) == []
-    writer = PackWriter(storage, PACK)
-    writer.append(digest(RANDOM), 300, Encoded(RAW, 0, RANDOM))
-    writer.finish()
-    writer.abort()
-    assert check_pack(storage, PACK) == []
-
-
-@pytest.mark.parametrize(("stored", "plain"), [(b"", 0), (b"", 10), (b"abc", 2), (b"abc", (64 << 20) + 1)])
-def test_frames_that_no_reader_would_take_are_not_written(stored: bytes, plain: int) -> None:
-    writer = PackWriter(Storage(), PACK)
-    with pytest.raises(InvalidInputError):
-        writer.append(bytes(32), plain, Encoded(ZSTD, 0, stored))
-    assert writer.size == form.HEADER_SIZE
 
 
 def test_a_chunk_changed_after_hashing_is_found_by_the_scrub() -> None:

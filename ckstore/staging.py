@@ -1,0 +1,246 @@
+"""Staging memory: where a state is copied to before the call that saves it returns.
+
+An area is anonymous shared memory (`memfd`), so that the writer process sees the same pages; it is a file of no
+filesystem, and a small /dev/shm is no limit to it. It is allocated once, reused by every save, and replaced by a
+larger one where a state has grown: the first touch of memory costs several times the copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckstore.state.capture import Blob
+from ckstore.state.plugin import plugin_if_loaded
+from ckstore.state.views import HOST, Bytes
+from ckstore.threads import submit
+
+PAGE = 4096
+PIECE = 32 << 20
+"""Bytes that one thread copies at a time."""
+THREADS = min(4, os.cpu_count() or 1)
+HELD = 1 << 30
+"""Bytes of streamed blobs that the writer may refer to beside two whole ones: what its open packs are made of."""
+_GROWTH = 1.125
+"""A larger area has so much room that a state which grows a little does not need another."""
+
+
+class Area:
+    """One run of staging memory. `memory` is all of it; `fd` names it to other processes."""
+
+    def __init__(self, size: int) -> None:
+        """`OSError` when the system has not so much memory left."""
+        self.size = -(-size // PAGE) * PAGE
+        self.fd = _anonymous()
+        try:
+            # Pages are taken now: one that is missing later would be a signal (SIGBUS) in the middle of a copy.
+            os.posix_fallocate(self.fd, 0, self.size)
+            self._map = mmap.mmap(self.fd, self.size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.memory: Bytes = np.frombuffer(self._map, np.uint8)
+        plugin = plugin_if_loaded()
+        self._unpin: Callable[[], None] | None = plugin.pin(self.memory) if plugin else None
+
+    def close(self, *, pinned: bool = True) -> None:
+        """Give the memory back; whoever else has mapped it keeps it. A fork has not `pinned` it."""
+        if self._unpin is not None and pinned:
+            self._unpin()
+        self._unpin = None
+        self.memory = np.empty(0, np.uint8)
+        with suppress(BufferError):  # a copy that was interrupted may still refer to it: freed with that
+            self._map.close()
+        os.close(self.fd)
+
+
+class Areas:
+    """At most `most` areas, of `limit` bytes together; each is lent to one save at a time. The caller holds a lock."""
+
+    def __init__(self, limit: int, most: int = 2) -> None:
+        self.limit = limit
+        self.most = most
+        self._idle: list[Area] = []
+        self._lent: list[Area] = []
+
+    @property
+    def total(self) -> int:
+        """Bytes of all areas."""
+        return sum(area.size for area in self._idle + self._lent)
+
+    def may_lend(self, size: int) -> bool:
+        """Whether an area of `size` can be had now."""
+        return len(self._lent) < self.most and size + sum(area.size for area in self._lent) <= self.limit
+
+    def lend(self, size: int) -> Area:
+        """An area of at least `size` bytes, of which `may_lend` was sure; `OSError` when memory is short after all."""
+        for area in self._idle:
+            if area.size >= size:
+                self._idle.remove(area)
+                break
+        else:
+            # What is too small goes first, so that old and new are never there together.
+            self.clear()
+            room = self.limit - sum(area.size for area in self._lent)
+            area = Area(min(max(int(size * _GROWTH), PAGE), max(room // PAGE * PAGE, size)))
+        self._lent.append(area)
+        return area
+
+    def take_back(self, area: Area) -> None:
+        self._lent.remove(area)
+        self._idle.append(area)
+
+    def drop(self, area: Area) -> None:
+        """Never lend this one again: somebody may still be copying into it."""
+        self._lent.remove(area)
+        area.close()
+
+    def abandon(self) -> None:
+        """In a fork: let go of the parent's memory, so that it is freed when the parent frees it."""
+        for area in self._idle + self._lent:
+            area.close(pinned=False)
+        self._idle, self._lent = [], []
+
+    def clear(self) -> None:
+        """Give back the memory of all areas that are not lent."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where blobs are staged: offset by blob, each on a page of its own; None for those that do not fit.
+
+    `size` is what the staged ones take; `largest` the size of the largest of the others.
+    """
+
+    offsets: tuple[int | None, ...]
+    size: int
+    largest: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return None not in self.offsets
+
+    def missing(self) -> set[int]:
+        """The blobs that are not staged."""
+        return {blob for blob, offset in enumerate(self.offsets) if offset is None}
+
+
+def lay_out(sizes: Sequence[int], limit: int) -> Layout | None:
+    """Where blobs of these sizes are staged in at most `limit` bytes; None if they cannot be saved in that.
+
+    What does not fit is streamed: the first blobs, one after the other, of which the writer holds some at a time.
+    """
+    padded = [-(-size // PAGE) * PAGE for size in sizes]
+    total = rest = sum(padded)
+    largest = 0
+    for first in range(len(padded) + 1):
+        if rest + min(total - rest, 2 * largest + HELD) <= limit:
+            offsets: list[int | None] = [None] * first
+            end = 0
+            for size in padded[first:]:
+                offsets.append(end)
+                end += size
+            return Layout(tuple(offsets), end, largest)
+        if first < len(padded):
+            rest -= padded[first]
+            largest = max(largest, padded[first])
+    return None
+
+
+def copy(blobs: Iterable[tuple[Blob, Bytes]]) -> None:
+    """Copy each blob to its place. Large runs of host memory are shared out among threads.
+
+    Everything else is copied here, in this thread: its current streams are those that devices are to use.
+    """
+    here: list[tuple[Blob, Bytes]] = []
+    pieces: list[tuple[Bytes, Bytes]] = []
+    for blob, out in blobs:
+        if blob.fill is None or (blob.span is not None and blob.span[0] == HOST):
+            live = np.frombuffer(blob.load(), np.uint8)
+            pieces += [(live[at : at + PIECE], out[at : at + PIECE]) for at in range(0, blob.nbytes, PIECE)]
+        else:
+            here.append((blob, out))
+    # One thread is as fast as several where there is little; and it is not worth starting any.
+    if THREADS == 1 or sum(out.nbytes for _, out in pieces) < 2 * PIECE:
+        for live, out in pieces:
+            np.copyto(out, live)
+        _fill(here)
+        return
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="ckstore-stage") as pool:
+        copies = [submit(pool, np.copyto, out, live) for live, out in pieces]
+        _fill(here)
+        for done in copies:
+            done.result()
+
+
+def _fill(blobs: Iterable[tuple[Blob, Bytes]]) -> None:
+    for blob, out in blobs:
+        assert blob.fill is not None
+        blob.fill(out)
+
+
+def _anonymous() -> int:
+    """A descriptor of memory that has no name; where the kernel has no memfd, of a file that has none either."""
+    try:
+        return os.memfd_create("ckstore-staging", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+
+def default_limit(root: Path = Path("/")) -> int:
+    """Half of the memory that is available to this process, in bytes; `root` is where /proc and /sys are."""
+    available = [_meminfo(root)]
+    for controller, path in _control_groups(root):
+        if controller == "":
+            base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        else:
+            base, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        group = base / path.lstrip("/")
+        for place in [group, *group.parents]:
+            if not place.is_relative_to(base):
+                break
+            most, used = _number(place / limit), _number(place / usage)
+            if most is not None and used is not None:
+                available.append(max(most - used, 0))
+    return min(available) // 2
+
+
+def _control_groups(root: Path) -> list[tuple[str, str]]:
+    """Those that may limit memory: of version 2 (no controller is named) and of version 1."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    split = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    return [(names, path) for _, names, path in split if names == "" or "memory" in names.split(",")]
+
+
+def _meminfo(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _number(path: Path) -> int | None:
+    """A number in a file of a control group; None where there is no such file or no limit."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,74 @@
+"""A save on its way from the caller to the writer."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ckstore.pending import PendingSave
+from ckstore.retention import Retention
+from ckstore.saver import SaveRequest
+from ckstore.staging import Area, Layout
+from ckstore.state.capture import Blob, Captured
+from ckstore.state.views import Bytes
+
+
+@dataclass(slots=True)
+class Job:
+    """What is to be saved, where its bytes stand in `area`, and who waits for it.
+
+    `keep` is a retention policy for the branch, applied after the commit; with `tidy` what others left is cleared away.
+    """
+
+    pending: PendingSave
+    captured: Captured
+    request: SaveRequest
+    layout: Layout
+    area: Area
+    keep: Retention | None = None
+    tidy: bool = False
+    streamed: threading.Event = field(default_factory=threading.Event)
+    """Set when every blob that is not staged was handed over: the live state is needed no more."""
+    to_stream: set[int] = field(default_factory=set)
+    copy_failed: BaseException | None = None
+    withdrawn: bool = False
+    """The call was left before everything was handed over: the live state may change now."""
+    released: bool = False
+
+    def place(self, blob: int) -> Bytes:
+        """The staging memory of a blob that is staged."""
+        start = self.layout.offsets[blob]
+        assert start is not None
+        return self.area.memory[start : start + self.captured.blobs[blob].nbytes]
+
+    def staged(self) -> Captured:
+        """The same state over the staging memory, which holds all of it."""
+        assert self.layout.is_whole
+        blobs = [
+            replace(blob, load=partial(_read_only, self.place(i)), fill=None, span=None)
+            for i, blob in enumerate(self.captured.blobs)
+        ]
+        return Captured(self.captured.tree, self.captured.order, tuple(blobs))
+
+    def handed_over(self, blob: int) -> None:
+        """The writer has the bytes of this blob, which is not staged."""
+        self.to_stream.discard(blob)
+        if not self.to_stream:
+            self.streamed.set()
+
+    def forget_state(self) -> None:
+        """Let go of the live state; its blobs can no longer be read."""
+        blobs = [replace(blob, load=_gone, fill=None, span=None) for blob in self.captured.blobs]
+        self.captured = Captured(self.captured.tree, self.captured.order, tuple(blobs))
+
+
+def _read_only(memory: Bytes) -> memoryview:
+    return memory.data.toreadonly()
+
+
+def _gone() -> memoryview:
+    raise AssertionError("the live state was let go of")
+
+
+__all__ = ["Blob", "Job"]

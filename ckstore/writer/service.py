@@ -1,0 +1,162 @@
+"""The writer's side: takes saves one after the other, and ends when nobody is left to send one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import numpy as np
+
+from ckstore import saver, upkeep
+from ckstore.commit import check_same_store
+from ckstore.context import Context
+from ckstore.errors import BackendError, FencedError
+from ckstore.format import records
+from ckstore.ids import SaveName
+from ckstore.opening import open_context
+from ckstore.retention import Retention
+from ckstore.state.capture import Blob, Captured
+from ckstore.writer import errors
+from ckstore.writer.messages import (
+    BlobRow,
+    Bytes,
+    Channel,
+    Failed,
+    Named,
+    Open,
+    Opened,
+    Prune,
+    Pruned,
+    Save,
+    Saved,
+    Want,
+)
+
+
+def serve(end: socket.socket) -> None:
+    """Serve the trainer at the other end until it is gone; a save that was handed over whole is finished first."""
+    channel = Channel(end)
+    with suppress(EOFError):
+        opening, _ = channel.receive_in_writer()
+        assert isinstance(opening, Open)
+        try:
+            context = _open(opening)
+        except Exception as error:
+            channel.send(Failed(errors.encode(error), []))
+            return
+        channel.send(Opened())
+        Service(channel, context).run()
+
+
+def _open(opening: Open) -> Context:
+    os.nice(opening.nice)  # the kernel derives the priority of its reads and writes from that
+    context = open_context(opening.url, False, opening.profile, opening.cache, 0, opening.bandwidth_limit)
+    if context.config.store != opening.store:
+        raise FencedError(f"the store that was opened at {opening.url} was removed and another one was made")
+    return context
+
+
+class Service:
+    """Answers one trainer."""
+
+    def __init__(self, channel: Channel, context: Context) -> None:
+        self._channel = channel
+        self._context = context
+        self._asking = threading.Lock()
+
+    def run(self) -> None:
+        """Until `EOFError`."""
+        while True:
+            message, fd = self._channel.receive_in_writer()
+            match message:
+                case Save():
+                    assert fd is not None
+                    self._channel.send(self._save(message, fd))
+                case Prune():
+                    self._channel.send(self._prune(message))
+
+    def _save(self, message: Save, fd: int) -> Saved | Failed:
+        request = saver.SaveRequest(
+            message.step, message.branch, tuple(message.tags), message.meta, message.full, message.epoch
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with _mapped(fd, message.size) as memory:
+                    captured = self._captured(message, memory)
+                    saved = saver.save(self._context, captured, request, self._tell_name)
+            except Exception as error:
+                return Failed(errors.encode(error), [str(one.message) for one in caught])
+        notes = [str(one.message) for one in caught]
+        return Saved(saved.record.save, records.encode(saved.record), list(saved.tags), notes)
+
+    def _captured(self, message: Save, memory: memoryview) -> Captured:
+        blobs = [self._blob(i, row, memory) for i, row in enumerate(message.blobs)]
+        return Captured(message.tree, message.order, tuple(blobs))
+
+    def _blob(self, number: int, row: BlobRow, memory: memoryview) -> Blob:
+        if row.offset is None:
+            load = partial(self._fetch, number, row.nbytes)
+        else:
+            load = partial(_slice, memory, row.offset, row.nbytes)
+        return Blob(row.nbytes, row.itemsize, row.kind, row.path, load)
+
+    def _fetch(self, number: int, nbytes: int) -> memoryview:
+        """Bytes that did not fit into the staging memory; they are freed with the last reference."""
+        with self._asking:
+            self._channel.send(Want(number))
+            message, fd = self._channel.receive_in_writer()
+        assert isinstance(message, Bytes)
+        if message.size is None or fd is None:
+            raise BackendError("a part of the state that was not staged is needed again, and may have changed since")
+        try:
+            mapped = mmap.mmap(fd, message.size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return memoryview(mapped)[:nbytes]
+
+    def _tell_name(self, name: SaveName) -> None:
+        # A trainer that is gone needs no answer; what it handed over is finished.
+        with suppress(EOFError):
+            self._channel.send(Named(str(name)))
+
+    def _prune(self, message: Prune) -> Pruned:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # every look at the store repeats them; the trainer's own shows them
+                prune(self._context, message.branch, Retention.of(message.policy), message.tidy)
+        except Exception as error:
+            return Pruned(f"{error}" or type(error).__name__)
+        return Pruned(None)
+
+
+def prune(context: Context, branch: str, policy: Retention, tidy: bool) -> None:
+    """Drop what `policy` does not keep on `branch`; with `tidy` also what an earlier run left when it was killed."""
+    check_same_store(context)
+    upkeep.prune_store(context, policy, branch)
+    if tidy:
+        upkeep.collect(context)
+
+
+@contextmanager
+def _mapped(fd: int, size: int) -> Iterator[memoryview]:
+    """Staging memory, read-only."""
+    try:
+        mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    try:
+        yield memoryview(mapped)
+    finally:
+        with suppress(BufferError):  # an error that is being handled still refers to it: freed with that
+            mapped.close()
+
+
+def _slice(memory: memoryview, start: int, size: int) -> memoryview:
+    return np.frombuffer(memory, np.uint8, size, start).data if size else memoryview(b"")
