@@ -59,11 +59,13 @@ def spending(context: Context) -> Iterator[Context]:
 
 def _fill_up(backend: Backend) -> bool:
     """Make what is missing of the reserve; whether it is whole now."""
+    missing = [name for name in map(layout.reserve, range(PIECES)) if _size(backend, name) != PIECE_BYTES]
     try:
-        for name in map(layout.reserve, range(PIECES)):
-            if _size(backend, name) != PIECE_BYTES:  # a crash may have torn it
-                # Random bytes: a filesystem that compresses would keep no room for zeros.
-                backend.put(name, os.urandom(PIECE_BYTES), durable=False)
+        for name in missing:  # or torn by a crash, as their bytes are not worth an fsync each
+            # Random bytes: a filesystem that compresses would keep no room for zeros.
+            backend.put(name, os.urandom(PIECE_BYTES), durable=False)
+        if missing:
+            backend.sync(layout.RESERVE)
     except NoSpaceError:
         return False
     return True

@@ -31,7 +31,7 @@ from ckstore.testing.simfs import SimFs
 
 ROOT = "/disk/store"
 CHUNK = 4096
-RESERVE = 3 * CHUNK
+RESERVE = 4 * CHUNK
 
 
 def state_of(step: int, salt: int = 0) -> dict[str, Any]:
@@ -334,8 +334,8 @@ def simulate(patch: pytest.MonkeyPatch) -> Host:
     patch.setattr(announce, "Renewal", _NoRenewal)
     patch.setattr(chunk_writer, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
-    patch.setattr(reserve, "PIECES", 3)
-    patch.setattr(reserve, "PIECE_BYTES", RESERVE // 3)
+    patch.setattr(reserve, "PIECES", 2)
+    patch.setattr(reserve, "PIECE_BYTES", RESERVE // 2)
     return Host(patch)
 
 
