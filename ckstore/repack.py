@@ -9,6 +9,7 @@ leaves alone the packs of every save that was announced before. One sees the oth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -193,9 +194,13 @@ def _sparse(uses: dict[str, _Use], share: float) -> dict[str, _Use]:
     A small pack is mostly padding, which a new one would have again: without this every gc would repack it.
     """
     found = {pack: use for pack, use in uses.items() if use.live_bytes < share * use.size}
-    after = sum(use.live_bytes + _ROW * len(use.frames) for use in found.values())
+    frames = {(chunk, place.codec, place.param, place.stored) for use in found.values()
+              for chunk, place in use.frames.values()}  # fmt: skip
+    after = sum(stored + _ROW for *_, stored in frames)
     before = sum(use.size for use in found.values())
-    return found if -(-(after + _FIXED) // _PAGE) * _PAGE <= share * before else {}
+    # One more pack, with its padding, for every way in which a chunk is encoded.
+    packs = max(Counter(chunk for chunk, *_ in frames).values(), default=1)
+    return found if -(-(after + packs * _FIXED) // _PAGE) * _PAGE + (packs - 1) * _PAGE <= share * before else {}
 
 
 def _copy(
@@ -253,16 +258,21 @@ def _moved_by_others(history: History, save: SaveName, packs: Iterable[str]) -> 
 
 
 class _Copier:
-    """Writes live frames into new packs and remembers where each went."""
+    """Writes live frames into new packs and remembers where each went.
+
+    Frames that are the same become one. Two of one chunk that are not (it was encoded in two ways) go into different
+    packs, as a later move of one pack could not tell them apart.
+    """
 
     def __init__(self, context: Context, save: SaveName, size_hint: int) -> None:
         self._context = context
         self._save = save
         self._size_hint = size_hint
+        self._begun = 0
         self._packs: list[records.PackRef] = []
-        self._open: PackWriter | None = None
+        self._open: list[tuple[PackWriter, set[bytes]]] = []
+        self._copied: dict[tuple[bytes, int, int, bytes], Location] = {}
         self._moved: list[tuple[str, str, bytes, int]] = []
-        self._inside: set[bytes] = set()
 
     def copy(self, pack: str, use: _Use) -> None:
         """Copy the live frames of `pack`, each checked; on `CorruptionError` none of them counts as moved."""
@@ -277,18 +287,18 @@ class _Copier:
             self._context.backend.get_into(pack, offset, memoryview(stored))
             if check_of(stored) != frame.check:
                 raise CorruptionError("a frame does not match its check", name=pack, offset=offset)
-            if chunk in self._inside:
-                self._close()  # a later move of the new pack could not tell two frames of one chunk apart
-            self._inside.add(chunk)
-            new = self._writer().append(chunk, frame.plain, codec.Encoded(place.codec, place.param, bytes(stored)))
+            key = (chunk, place.codec, place.param, frame.check)
+            if key not in self._copied:
+                encoded = codec.Encoded(place.codec, place.param, bytes(stored))
+                self._copied[key] = self._append(chunk, frame.plain, encoded)
+            new = self._copied[key]
             moved.append((pack, new.pack, chunk, new.offset))
-            if self._writer().is_full:
-                self._close()
         self._moved += moved
 
     def finish(self) -> records.Relocation | None:
         """The record of it all, once every new pack is durable."""
-        self._close()
+        for pack, _ in self._open:
+            self._packs.append(pack.finish())
         if not self._moved:
             return None
         pairs = sorted({(old, new) for old, new, _, _ in self._moved})
@@ -303,14 +313,18 @@ class _Copier:
         offsets = np.array([offset for _, offset in rows], "<u8").tobytes()
         return records.Moved(old, new, b"".join(chunk for chunk, _ in rows), offsets)
 
-    def _writer(self) -> PackWriter:
-        if self._open is None:
-            name = layout.pack(self._save, 0, len(self._packs))
-            self._open = PackWriter(self._context.backend, name, self._size_hint, self._context.throttle)
-        return self._open
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._packs.append(self._open.finish())
-            self._open = None
-            self._inside = set()
+    def _append(self, chunk: bytes, plain: int, encoded: codec.Encoded) -> Location:
+        """Write a frame into the first open pack that does not hold its chunk."""
+        found = next((one for one in self._open if chunk not in one[1]), None)
+        if found is None:
+            name = layout.pack(self._save, 0, self._begun)
+            self._begun += 1
+            found = PackWriter(self._context.backend, name, self._size_hint, self._context.throttle), set()
+            self._open.append(found)
+        pack, inside = found
+        inside.add(chunk)
+        place = pack.append(chunk, plain, encoded)
+        if pack.is_full:
+            self._open.remove(found)
+            self._packs.append(pack.finish())
+        return place

@@ -10,6 +10,7 @@ from ckstore.errors import (
     FormatError,
     InvalidInputError,
     NotFoundError,
+    NotSavedError,
 )
 
 OK = 0
@@ -27,6 +28,7 @@ _OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
     (BackendError, 5),
     (ConflictError, CONFLICT),
     (FencedError, CONFLICT),
+    (NotSavedError, CONFLICT),
     (FormatError, 7),
     (OSError, 5),
 )

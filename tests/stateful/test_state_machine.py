@@ -603,6 +603,6 @@ def test_a_store_is_what_the_model_says(machine: type[StoreMachine], examples: i
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("machine", "examples"), [(MemoryMachine, 1500), (DeltaMachine, 800), (LocalMachine, 400)])
+@pytest.mark.parametrize(("machine", "examples"), [(MemoryMachine, 500), (DeltaMachine, 300), (LocalMachine, 150)])
 def test_a_store_is_what_the_model_says_for_longer(machine: type[StoreMachine], examples: int) -> None:
     run(machine, examples, steps=60)

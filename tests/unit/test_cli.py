@@ -228,6 +228,7 @@ def test_every_error_has_a_documented_code() -> None:
         "NotFoundError": 3,
         "ConflictError": 6,
         "FencedError": 6,
+        "NotSavedError": 6,
         "InvalidInputError": 2,
         "UnsupportedTypeError": 2,
         "MismatchError": 2,
