@@ -52,10 +52,10 @@ def collect(context: Context, patience: float = PATIENCE_SECONDS, progress: Prog
         removal, swept = _removed(
             context, patience, lambda most, so_far: prune.finish_condemned(context, patience, most, so_far)
         )
-        freed += swept + gc.sweep(context, progress)
-        with suppress(NoSpaceError):  # it is put off then; what was begun is finished by the next gc
+        with suppress(NoSpaceError):  # it is put off then, like a repack; the next gc finishes what was begun
             repack.finish_interrupted(context)
-            freed += gc.sweep(context, progress)
+        freed += swept + gc.sweep(context, progress)
+        with suppress(NoSpaceError):
             written = repack.repack(context, progress=progress)
             if written:
                 freed += gc.sweep(context, progress)
