@@ -18,7 +18,7 @@ from ckstore.store import Store
 from ckstore.testing.crashes import CrashCounts, CrashExplorer, CrashRules, torn
 from ckstore.testing.simfs import Operation, SimFs
 from tests.crash.remains import leftovers
-from tests.crash.world import RESERVE, ROOT, Promised, Run, fingerprint, opened, reserved, state_of
+from tests.crash.world import ROOT, Promised, Run, fingerprint, lacks_reserve, opened, state_of
 
 NEXT_STEP = 1_000_000
 
@@ -168,9 +168,8 @@ class Oracle:
         self._save(store, NEXT_STEP, verdict)
         _tried(verdict, "gc", store.gc)
         _tried(verdict, "gc without patience", lambda: store.gc(patience=0))
-        reserve = reserved(fs)
-        if reserve != RESERVE:
-            verdict.faults.append(f"the reserve is {reserve} bytes")
+        if missing := lacks_reserve(fs):
+            verdict.faults.append(f"the reserve lacks {missing} bytes")
         left = _tried(verdict, "looking for leftovers", lambda: leftovers(files_of(fs), store)) or []
         verdict.faults += [f"left behind: {name}" for name in left]
         self._save(store, NEXT_STEP + 1, verdict)

@@ -31,6 +31,13 @@ def test_every_state_a_power_cut_may_leave(name: str, monkeypatch: pytest.Monkey
     assert oracle.counts.states > oracle.counts.sampled
 
 
+@pytest.mark.parametrize("name", ["init", "first_save", "prune"])
+def test_the_reserve_is_whole_again_after_a_crash(name: str, monkeypatch: pytest.MonkeyPatch, tell: Tell) -> None:
+    oracle = Oracle(SCENARIOS[name](simulate(monkeypatch, reserve_pieces=2)))
+    assert list(oracle.violations()) == []
+    tell(f"{name} with a reserve: {oracle.counts}, {oracle.judged} of them different to a store")
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_packs_may_be_written_directly_or_through_the_cache(
     direct: bool, monkeypatch: pytest.MonkeyPatch, tell: Tell

@@ -21,7 +21,7 @@ from tests.crash.conftest import Tell
 from tests.crash.oracle import files_of
 from tests.crash.remains import leftovers
 from tests.crash.scenarios import limits
-from tests.crash.world import RESERVE, ROOT, Host, Run, StaleIndex, fingerprint, opened, reserved, simulate, state_of
+from tests.crash.world import ROOT, Host, Run, StaleIndex, fingerprint, lacks_reserve, opened, simulate, state_of
 
 ALWAYS = 10**9
 # A save that was committed stands, whether or not its tag could be set: that is a warning, and the snapshot lacks it.
@@ -73,7 +73,7 @@ KEPT = (2, 3)
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    return simulate(monkeypatch)
+    return simulate(monkeypatch, reserve_pieces=2)
 
 
 def three_saves(host: Host) -> Run:
@@ -105,7 +105,7 @@ def check_after(fs: SimFs, run: Run, failed: CkstoreError | None, operation: str
     store.save(state_of(60), step=60)
     store.gc(patience=0)
     assert leftovers(files_of(fs), store) == []
-    assert reserved(fs) == RESERVE
+    assert lacks_reserve(fs) == 0
     assert fingerprint(store.restore()) == fingerprint(state_of(60))
     for step in KEPT:
         assert fingerprint(store.restore(step)) == fingerprint(state_of(step))
@@ -230,7 +230,7 @@ def test_a_full_disk_does_not_wedge_the_store(free: int, host: Host) -> None:
     store.save(state_of(20), step=20)
     assert fingerprint(store.restore()) == fingerprint(state_of(20))
     assert len(store.snapshots()) == 3
-    assert reserved(disk) == RESERVE
+    assert lacks_reserve(disk) == 0
     assert store.verify().findings == []
 
 

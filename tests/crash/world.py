@@ -31,7 +31,6 @@ from ckstore.testing.simfs import SimFs
 
 ROOT = "/disk/store"
 CHUNK = 4096
-RESERVE = 4 * CHUNK
 
 
 def state_of(step: int, salt: int = 0) -> dict[str, Any]:
@@ -319,9 +318,10 @@ def opened(fs: Fs, index: StaleIndex, *, create: bool = False, profile: str = "b
     return Store(replace(store._context, index=index))  # type: ignore[arg-type]  # only what a store uses of it
 
 
-def reserved(fs: SimFs) -> int:
-    """How many bytes are set aside."""
-    return sum(len(data) for name, data in fs.tree().items() if name.startswith(f"{ROOT}/{layout.RESERVE}"))
+def lacks_reserve(fs: SimFs) -> int:
+    """How many bytes are missing of what is to be set aside."""
+    found = sum(len(data) for name, data in fs.tree().items() if name.startswith(f"{ROOT}/{layout.RESERVE}"))
+    return reserve.PIECES * reserve.PIECE_BYTES - found
 
 
 def _without(found: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -329,13 +329,16 @@ def _without(found: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in gone}
 
 
-def simulate(patch: pytest.MonkeyPatch) -> Host:
-    """A host whose processes have one thread each, so that a log is the same at every run, and a small reserve."""
+def simulate(patch: pytest.MonkeyPatch, *, reserve_pieces: int = 0) -> Host:
+    """A host whose processes have one thread each, so that a log is the same at every run.
+
+    Few runs have a reserve: each of its names doubles the states that a crash beside an unsynced root may leave.
+    """
     patch.setattr(announce, "Renewal", _NoRenewal)
     patch.setattr(chunk_writer, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
-    patch.setattr(reserve, "PIECES", 2)
-    patch.setattr(reserve, "PIECE_BYTES", RESERVE // 2)
+    patch.setattr(reserve, "PIECES", reserve_pieces)
+    patch.setattr(reserve, "PIECE_BYTES", 2 * CHUNK)
     return Host(patch)
 
 
