@@ -9,7 +9,7 @@ early finds ABORT, or a missing object, and fails loudly.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from ckstore import layout
 from ckstore.backend.base import Backend
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError
 from ckstore.format import records
-from ckstore.history import Marks, read_marks, read_optional
+from ckstore.history import Marks, read_marks_about, read_optional
 from ckstore.ids import SaveName, new_nonce
 from ckstore.process import Owner, current_owner
 
@@ -80,9 +80,10 @@ def announced(backend: Backend, record: records.Announcement) -> Iterator[Announ
     publish(0)
     renewal = Renewal(publish)
     try:
-        marks = read_marks(backend)
+        named = tuple(map(SaveName.parse, record.parents))
+        marks = read_marks_about(backend, named)
         unsafe = marks.removed | marks.quarantined | marks.condemned.keys()
-        parents = tuple(save for save in map(SaveName.parse, record.parents) if save not in unsafe)
+        parents = tuple(save for save in named if save not in unsafe)
         yield Announced(record, parents, marks)
     finally:
         renewal.close()
@@ -100,7 +101,7 @@ def _is_decided(backend: Backend, save: SaveName) -> bool:
 
 
 @contextmanager
-def pinned(backend: Backend, purpose: str, snapshots: Iterable[SaveName]) -> Iterator[Marks]:
+def pinned(backend: Backend, purpose: str, snapshots: Collection[SaveName]) -> Iterator[Marks]:
     """Pin `snapshots` while the block runs, and give the facts as they were read after the pin was visible.
 
     Where nothing can be written (a read-only store) there is no pin: whoever removes a snapshot meanwhile makes the
@@ -119,7 +120,7 @@ def pinned(backend: Backend, purpose: str, snapshots: Iterable[SaveName]) -> Ite
     except BackendError:
         pass
     try:
-        yield read_marks(backend)
+        yield read_marks_about(backend, snapshots)
     finally:
         if renewal is not None:
             renewal.close()

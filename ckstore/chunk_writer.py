@@ -11,13 +11,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
 
 from ckstore import aligned, chunking, codec, layout
 from ckstore.codec import Choice, Encoded
-from ckstore.codec.choose import choose, sample_of
+from ckstore.codec.choose import Profile, choose, sample_of
+from ckstore.codec.scratch import scratch
 from ckstore.context import Context
 from ckstore.deltas import Deltas, Spot
-from ckstore.errors import InvalidInputError
 from ckstore.format.manifest import Base, Location
 from ckstore.format.records import PackRef
 from ckstore.ids import SaveName, digest
@@ -30,20 +33,32 @@ WORKERS = 4
 """More than a small machine has cores: most of the time a worker waits for the disk."""
 
 
+class _Whole:
+    """A blob that chunks are cut from, and how they are encoded: sampled when the first one has to be written."""
+
+    def __init__(self, blob: Blob, plain: memoryview, profile: Profile) -> None:
+        self.blob = blob
+        self._plain = plain
+        self._profile = profile
+
+    @cached_property
+    def choice(self) -> Choice:
+        return choose(self._profile, self.blob.kind, self.blob.itemsize, sample_of(self._plain))
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """A chunk to be stored: its number among all, and its bytes in the state's memory."""
 
     number: int
     plain: memoryview
-    choice: Choice
+    whole: _Whole
     spot: Spot
-    blob: Blob
     start: int
 
     def again(self) -> memoryview:
         """The bytes as they are now: nothing is held on to for the rare case that they are needed."""
-        return self.blob.load()[self.start : self.start + len(self.plain)]
+        return self.whole.blob.load()[self.start : self.start + len(self.plain)]
 
 
 class ChunkWriter:
@@ -110,44 +125,47 @@ class ChunkWriter:
     def _fill(self, source: _Source, ids: list[bytes]) -> None:
         """What one worker does: chunks into packs, as long as there are any."""
         pack: PackWriter | None = None
+        is_known = self._known.is_any
         while self._error is None and (chunk := source.take()) is not None:
             pack = pack or self._new_pack(source)
-            ids[chunk.number] = self._store(chunk, pack)
+            ids[chunk.number], is_known = self._store(chunk, pack, is_known)
             if pack.is_full:
                 self._finish(pack)
                 pack = None
         if self._error is None:
             self._finish_last(pack)
 
-    def _store(self, chunk: _Chunk, pack: PackWriter) -> bytes:
-        """Put the chunk into `pack` unless it is known or claimed by another worker; its id."""
-        plain = chunk.plain
-        if chunk.choice.codec == codec.RAW:
-            plain = pack.reserve(len(plain))
-            aligned.copy(chunk.plain, plain)  # what is hashed is what will be written
+    def _store(self, chunk: _Chunk, pack: PackWriter, guess: bool) -> tuple[bytes, bool]:
+        """Put the chunk into `pack` unless it is known or claimed by another worker; its id, and whether it was known.
+
+        With `guess` that is expected: then it costs no buffer of a pack and no sample.
+        """
+        size = len(chunk.plain)
+        is_direct = not guess and chunk.whole.choice.codec == codec.RAW
+        plain = pack.reserve(size) if is_direct else scratch("plain", size)
+        aligned.copy(chunk.plain, plain)  # what is hashed is what will be written, whatever happens to the state
         chunk_id = digest(plain)
         with self._lock:
             if chunk_id in self._claimed:
-                return chunk_id
+                return chunk_id, guess
             self._claimed.add(chunk_id)
         place = self._known.find(chunk_id)
         if place is not None:
             self.locations[chunk_id] = place
-            return chunk_id
+            return chunk_id, True
         encoded = self._encode(chunk, plain, chunk_id)
-        if encoded.stored is chunk.plain:  # it was to shrink, and did not
-            plain = pack.reserve(len(plain))
-            aligned.copy(chunk.plain, plain)
-            if digest(plain) != chunk_id:
-                raise InvalidInputError("the state was changed while it was being saved")
-            encoded = replace(encoded, stored=plain)
-        pack.append(chunk_id, len(plain), encoded, chunk.again if encoded.codec == codec.RAW else None)
-        return chunk_id
+        if encoded.stored is plain and not is_direct:
+            reserved = pack.reserve(size)
+            aligned.copy(plain, reserved)
+            encoded = replace(encoded, stored=reserved)
+        pack.append(chunk_id, size, encoded, chunk.again if encoded.codec == codec.RAW else None)
+        return chunk_id, False
 
     def _encode(self, chunk: _Chunk, plain: memoryview, chunk_id: bytes) -> Encoded:
-        found = self._deltas.encode(chunk.spot, plain, chunk_id, chunk.choice) if self._deltas is not None else None
+        choice = chunk.whole.choice
+        found = self._deltas.encode(chunk.spot, plain, chunk_id, choice) if self._deltas is not None else None
         if found is None:
-            return codec.encode_checked(chunk.choice, plain, chunk_id)
+            return codec.encode_checked(choice, plain)
         encoded, self._bases[chunk_id] = found
         return encoded
 
@@ -160,7 +178,10 @@ class ChunkWriter:
             return pack
 
     def _finish(self, pack: PackWriter) -> None:
-        places = {chunk: replace(place, base=self._bases.get(chunk)) for chunk, place in pack.places()}
+        places = {
+            chunk: msgspec.structs.replace(place, base=self._bases[chunk]) if chunk in self._bases else place
+            for chunk, place in pack.places()
+        }
         ref = pack.finish()
         with self._lock:
             self.packs.append(ref)
@@ -217,8 +238,8 @@ class _Source:
         number = 0
         for which, blob in enumerate(blobs):
             plain = blob.load()
-            choice = choose(self._context.profile, blob.kind, blob.itemsize, sample_of(plain))
+            whole = _Whole(blob, plain, self._context.profile)
             for index, (start, stop) in enumerate(chunking.cut(blob.nbytes, self._size)):
                 spot = Spot(which, index, blob.kind, blob.itemsize)
-                yield _Chunk(number, plain[start:stop], choice, spot, blob, start)
+                yield _Chunk(number, plain[start:stop], whole, spot, start)
                 number += 1

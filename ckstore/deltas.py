@@ -77,7 +77,7 @@ class Deltas:
         if len(delta.encode(param, sample, b"")) > most * len(sample):
             return None
         encoded = codec.encode_delta(param, difference, base.id)
-        if len(encoded.stored) > most * len(plain) or not _gives(encoded, base, held, chunk):
+        if len(encoded.stored) > most * len(plain) or not _gives(encoded, base, held, plain):
             return None
         return encoded, base
 
@@ -103,15 +103,15 @@ def plain_of_base(context: Context, base: Base, size: int, held_by: PlainOf | No
     return None
 
 
-def _gives(encoded: Encoded, base: Base, held: memoryview, chunk: bytes) -> bool:
-    """Whether the delta decodes to `chunk`; where not, it is kept whole, which tells if the state has changed."""
+def _gives(encoded: Encoded, base: Base, held: memoryview, plain: memoryview) -> bool:
+    """Whether the delta decodes to `plain`."""
     out = scratch("proof", len(held))
     out[:] = held
     try:
         codec.decode_delta(encoded.codec, encoded.param, memoryview(encoded.stored), base.id, out)
     except CorruptionError:
         return False
-    return digest(out) == chunk
+    return codec.is_same(out, plain)
 
 
 def deltas_from(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -48,6 +48,19 @@ class Marks:
 def read_marks(backend: Backend) -> Marks:
     """Every fact in the store."""
     return parse_marks(backend.list(layout.MARKS))
+
+
+def read_marks_about(backend: Backend, saves: Iterable[SaveName]) -> Marks:
+    """Every fact in the store, for whoever has just announced that it depends on the snapshots `saves`.
+
+    One that a floor has voided counts as removed: its mark may have been cleared away with its record.
+    """
+    marks = read_marks(backend)
+    try:
+        floor = read_floor(backend)  # after the marks: a floor is raised before any mark is cleared away
+    except CorruptionError:
+        return marks  # then it voids nothing; saves refuse to begin
+    return replace(marks, removed=marks.removed | {save for save in saves if is_void(floor, save)})
 
 
 def parse_marks(names: list[str]) -> Marks:

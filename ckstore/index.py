@@ -29,6 +29,7 @@ from ckstore.ids import HASH_BYTES, SaveName
 MAP_SIZE = 4 << 30
 """Bytes that the index may grow to (some 30 million chunks) before it is begun anew."""
 
+_MOST_NAMES = 1 << 16
 _ENTRY = struct.Struct("<IQIBB")
 _ROW = np.dtype([("number", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("codec", "u1"), ("param", "u1")])
 _CRC = struct.Struct("<I")
@@ -40,6 +41,7 @@ class ChunkIndex:
 
     def __init__(self, environment: sealed.SealedEnvironment) -> None:
         self._environment = environment
+        self._names: dict[int, bytes] = {}
         self._closed = False
 
     @classmethod
@@ -51,7 +53,7 @@ class ChunkIndex:
         """Where `chunk` was last known to be."""
         if self._closed:
             return None
-        return self._environment.read(lambda transaction: _find(transaction, chunk), None)
+        return self._environment.read(lambda transaction: self._find(transaction, chunk), None)
 
     def covers(self, save: SaveName) -> bool:
         """Whether the chunks of `save` were added, and no pack was forgotten since."""
@@ -74,6 +76,7 @@ class ChunkIndex:
         names = list(packs)
         if names and not self._closed:
             self._environment.write(lambda transaction: _forget(transaction, names))
+            self._names = {}
 
     def close(self) -> None:
         """Let go of the files; afterwards everything is a miss."""
@@ -81,17 +84,25 @@ class ChunkIndex:
             self._closed = True
             sealed.release(self._environment)
 
+    def _find(self, transaction: lmdb.Transaction[bytes], chunk: bytes) -> Location | None:
+        value = transaction.get(b"c" + chunk)
+        if value is None or len(value) != _ENTRY.size + _CRC.size:
+            return None
+        number, offset, stored, codec, param = _ENTRY.unpack_from(value)
+        entry, crc = value[: _ENTRY.size], value[_ENTRY.size :]
+        name = self._names.get(number)
+        if name is None or crc != _crc(chunk, entry, name):
+            name = transaction.get(b"p" + _NUMBER.pack(number))
+            if name is None or crc != _crc(chunk, entry, name):
+                return None
+            self._remember(number, name)
+        return Location(name.decode(), offset, stored, codec, param)
 
-def _find(transaction: lmdb.Transaction[bytes], chunk: bytes) -> Location | None:
-    value = transaction.get(b"c" + chunk)
-    if value is None or len(value) != _ENTRY.size + _CRC.size:
-        return None
-    entry = value[: _ENTRY.size]
-    number, offset, stored, codec, param = _ENTRY.unpack(entry)
-    name = transaction.get(b"p" + _NUMBER.pack(number))
-    if name is None or value[_ENTRY.size :] != _crc(chunk, entry, name):
-        return None
-    return Location(name.decode(), offset, stored, codec, param)
+    def _remember(self, number: int, name: bytes) -> None:
+        """Spare the next look-up one in the tree. Whoever begins the index anew gives numbers to other packs."""
+        if len(self._names) >= _MOST_NAMES:
+            self._names = {}
+        self._names[number] = name
 
 
 def _add(transaction: lmdb.Transaction[bytes], save: SaveName, table: ChunkTable) -> None:

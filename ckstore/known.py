@@ -39,6 +39,11 @@ class Known:
         for save in parents:
             self._add(save)
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything that may be reused."""
+        return bool(self._sizes)
+
     def find(self, chunk: bytes) -> Location | None:
         """Where `chunk` is, if it may be reused."""
         for written in self._written(chunk):

@@ -6,8 +6,10 @@ then marks the old packs `relocated`. Manifests are never rewritten: whoever rea
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckstore import facts, layout
 from ckstore.context import Context
@@ -101,4 +103,4 @@ def mark_name(pack: str) -> str:
 def relocated_manifest(context: Context, manifest: Manifest, relocated: Collection[str]) -> Manifest:
     """`manifest` with every frame where it stands now. One that cannot be followed stays where it was written."""
     moves = Relocations(context, relocated)
-    return replace(manifest, chunks=manifest.chunks.moved(relocated, moves.follow))
+    return dataclasses.replace(manifest, chunks=manifest.chunks.moved(relocated, moves.follow))

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ckstore import codec, facts, floor, layout
@@ -175,7 +176,7 @@ def _uses(context: Context, history: History) -> dict[str, _Use]:
                 table = read_manifest(context, save, entry)
                 for row in range(len(table.chunks)):  # the state's chunks, and the bases that they need
                     chunk = table.chunks.id(row)
-                    place = moves.follow(chunk, replace(table.chunks.place(row), base=None))
+                    place = moves.follow(chunk, msgspec.structs.replace(table.chunks.place(row), base=None))
                     size = next((pack.size for pack in closure if pack.name == place.pack), None) \
                         if place.pack not in uses else uses[place.pack].size  # fmt: skip
                     if size is None:

@@ -23,6 +23,7 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,8 @@ _HARMLESS = (lmdb.Error, OSError, ValueError, struct.error)
 _READERS = 1022
 _LONG_AGO = 10**9 << 30
 """Times drawn by lot are before this, in nanoseconds since 1970: in 2004 or earlier."""
+
+_TRUSTED = 1e-3
 
 T = TypeVar("T")
 
@@ -59,6 +62,7 @@ class SealedEnvironment:
         self._files: tuple[int, ...] = ()
         self._size = 0
         self._pid = 0
+        self._current_until = 0.0
         self._given_up = False
         self.users = 0
 
@@ -88,6 +92,7 @@ class SealedEnvironment:
     def close(self) -> None:
         """Let go of the files; the next use opens them again."""
         env, self._env = self._env, None
+        self._current_until = 0.0
         if env is None:
             return
         if self._pid != os.getpid():
@@ -101,7 +106,12 @@ class SealedEnvironment:
         self._given_up = True  # until the next write, lest every look-up tries again what has just failed
 
     def _opened(self) -> lmdb.Environment | None:
+        """The environment to read; that it is still current is looked at once in a millisecond, which costs a call."""
+        now = time.monotonic()
+        if now < self._current_until and self._pid == os.getpid():
+            return self._env
         if self._is_current():
+            self._current_until = now + _TRUSTED
             return self._env
         self.close()
         if self._given_up or not self._directory.is_dir():

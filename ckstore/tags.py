@@ -10,7 +10,7 @@ from ckstore.announce import pinned
 from ckstore.context import Context
 from ckstore.errors import CkstoreError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
-from ckstore.history import read_marks, read_tag
+from ckstore.history import read_marks_about, read_tag
 from ckstore.ids import SaveName
 
 
@@ -35,7 +35,7 @@ def _put(context: Context, label: str, save: SaveName, former: SaveName | None) 
     """
     try:
         context.backend.put(layout.tag(label), records.encode(records.Tag(str(save), context.now())))
-        marks = read_marks(context.backend)
+        marks = read_marks_about(context.backend, [save])
         refuse_removed(save, marks.removed | marks.condemned.keys())
     except CkstoreError:
         with suppress(CkstoreError):
@@ -49,7 +49,7 @@ def _undo(context: Context, label: str, former: SaveName | None) -> None:
         context.backend.delete(layout.tag(label))
         return
     context.backend.put(layout.tag(label), records.encode(records.Tag(str(former), context.now())))
-    if former in read_marks(context.backend).removed:  # it went before it was pinned
+    if former in read_marks_about(context.backend, [former]).removed:  # it went before it was pinned
         context.backend.delete(layout.tag(label))
 
 

@@ -14,7 +14,7 @@ from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
 from ckstore.format.manifest import Base, Location
-from ckstore.history import History, Marks, read_epochs, read_floor, read_history, read_marks, read_optional
+from ckstore.history import History, Marks, read_epochs, read_floor, read_history, read_marks_about, read_optional
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.opened import Opened, open_manifest
@@ -98,7 +98,7 @@ class Verifier:
             while True:
                 subjects = [_Subject(one.save, one.commit) for one in subjects if one.save not in marks.removed]
                 self._check_all(history, subjects, marks, whole_store=only is None)
-                before, marks = marks, read_marks(self._context.backend)
+                before, marks = marks, read_marks_about(self._context.backend, [one.save for one in subjects])
                 if self._report.ok or not _moved(before, marks, subjects):
                     break
             if self._mark:

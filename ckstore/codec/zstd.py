@@ -22,7 +22,7 @@ _SMALLEST_WINDOW = 1 << 10
 _RESERVED_BLOCK, _RLE_BLOCK = 3, 1
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(
-    1, source_size=1 << 20, min_match=7, hash_log=8, strategy=zstandard.STRATEGY_FAST, target_length=0
+    1, source_size=1 << 20, min_match=7, hash_log=6, strategy=zstandard.STRATEGY_FAST, target_length=0
 )
 """Parameters for bytes that hold no repetitions, only a skewed distribution: what is left to gain is Huffman's.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +28,7 @@ Numbers = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(msgspec.Struct, frozen=True):
     """Where a chunk's frame is and how it is kept. Sizes and offset in bytes; codec ids are those of SPEC §8.
 
     `base` is the chunk that it is kept as the difference from, for a delta.
@@ -54,8 +54,7 @@ class Location:
             base = base.place.base
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(msgspec.Struct, frozen=True):
     """A chunk that another one is kept as the difference from, and where it is."""
 
     id: bytes

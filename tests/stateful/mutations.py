@@ -89,8 +89,10 @@ def _rule(name: str, scenario: str, *edits: Edit, budget: int = 500, preemptions
 
 _ANNOUNCED_LATE = _edit(
     "announce:announced",
-    ("publish(0)\n    renewal = Renewal(publish)\n    try:\n        marks = read_marks(backend)\n",
-     "marks = read_marks(backend)\n    publish(0)\n    renewal = Renewal(publish)\n    try:\n"),
+    ("publish(0)\n    renewal = Renewal(publish)\n    try:\n"
+     "        named = tuple(map(SaveName.parse, record.parents))\n        marks = read_marks_about(backend, named)\n",
+     "named = tuple(map(SaveName.parse, record.parents))\n    marks = read_marks_about(backend, named)\n"
+     "    publish(0)\n    renewal = Renewal(publish)\n    try:\n"),
 )  # fmt: skip
 
 _TRUSTING = _edit(
@@ -247,13 +249,16 @@ RULES = (
         "saver:save", ("check_epoch(context, request.branch, announcement.epoch)", "pass")), _edit(
         "saver:_announcement", ("if epochs.newest > epoch:", "if False:"))),
     _rule("a record of an older epoch is never latest", "epochs", _edit(
-        "history:History.is_fenced", ("return ceiling is not None and order_of(commit) > ceiling", "return False"))),
+        "history:History.is_fenced", ("return ceiling is not None and order_of(commit) > ceiling", "return False")),
+        budget=1500),
     _rule("what an epoch goes on from is pinned", "going back", _edit(
         "store:Store.open_epoch", ("[start] if start else []", "[]"))),
     _rule("a pin is published, then facts are read", "going back", _edit(
         "announce:pinned",
-        ("    renewal = None\n", "    renewal = None\n    marks = read_marks(backend)\n"),
-        ("yield read_marks(backend)", "yield marks"))),
+        ("    renewal = None\n", "    renewal = None\n    marks = read_marks_about(backend, snapshots)\n"),
+        ("yield read_marks_about(backend, snapshots)", "yield marks"))),
+    _rule("what a floor voided counts as removed", "cleared away", _edit(
+        "history:read_marks_about", ("if is_void(floor, save)", "if False")), preemptions=2, budget=800),
     _rule("a tagger looks again, for condemned too", "stopped tagger", _edit(
         "tags:_put",
         ("refuse_removed(save, marks.removed | marks.condemned.keys())", "refuse_removed(save, marks.removed)")),

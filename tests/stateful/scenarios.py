@@ -286,6 +286,12 @@ def _verify(world: World, rng: random.Random) -> None:
     world.add("tagger", world.tag("best", 2), world.untag("best"))
 
 
+def _cleared_away(world: World, rng: random.Random) -> None:
+    """While somebody looks at a snapshot, it goes with all that told of its removal."""
+    world.add("verify", world.verify())
+    world.add("prune", world.prune(keep_last=1), world.sweep(), world.raise_floor())
+
+
 def _crashes(world: World, rng: random.Random) -> None:
     world.add("writer", world.save(3), world.save(4))
     world.add("other", world.save(5, full=True))
@@ -362,6 +368,7 @@ SCENARIOS = {
         Scenario("slow", one_removed, _slow),
         Scenario("branches", two, _branches),
         Scenario("verify", two, _verify),
+        Scenario("cleared away", two, _cleared_away),
         Scenario("crashes", two, _crashes, ("writer", "other", "prune", "gc")),
         Scenario("beside repack", sparse, _beside_repack),
         Scenario("two repacks", sparse, _two_repacks),

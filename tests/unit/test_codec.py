@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from ckstore import codec
 from ckstore.codec import PLANES, RAW, ZSTD, Choice, choose, zstd
 from ckstore.errors import CorruptionError, FormatError, InvalidInputError
-from ckstore.ids import digest
 
 GUARD = b"\xa5" * 64
 KNOWN = [(RAW, 0), (ZSTD, 0), (PLANES, 2), (PLANES, 4), (PLANES, 8)]
@@ -202,7 +201,7 @@ def test_planes_shrink_normal_floats(dtype: str, itemsize: int, ratio: float) ->
 
 def test_encode_checked_gives_a_frame_that_decodes() -> None:
     plain = normal("bf16", 1 << 16)
-    encoded = codec.encode_checked(Choice(PLANES, 2, 1), memoryview(plain), digest(plain))
+    encoded = codec.encode_checked(Choice(PLANES, 2, 1), memoryview(plain))
     assert (encoded.codec, encoded.param) == (PLANES, 2)
     assert decoded(PLANES, 2, bytes(encoded.stored), len(plain)) == plain
 
@@ -211,17 +210,19 @@ def test_encode_checked_gives_a_frame_that_decodes() -> None:
 @pytest.mark.parametrize("size", [1, 3, 4, 50_000])
 def test_what_does_not_shrink_is_kept_raw_without_a_copy(choice: Choice, size: int) -> None:
     plain = memoryview(random.Random(1).randbytes(size))
-    encoded = codec.encode_checked(choice, plain, digest(plain))
+    encoded = codec.encode_checked(choice, plain)
     assert (encoded.codec, encoded.param) == (RAW, 0)
     assert encoded.stored is plain
 
 
-def test_a_change_while_saving_is_refused() -> None:
-    plain = bytearray(4096)
-    chunk = digest(plain)
-    plain[7] = 1
-    with pytest.raises(InvalidInputError, match="changed while"):
-        codec.encode_checked(Choice(ZSTD, 0, 1), memoryview(plain), chunk)
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096, 4099])
+def test_sameness_sees_every_byte(size: int) -> None:
+    plain = random.Random(3).randbytes(size)
+    assert codec.is_same(memoryview(plain), memoryview(bytearray(plain)))
+    for at in {0, 3, 7, 8, size - 2, size - 1} & set(range(size)):
+        other = bytearray(plain)
+        other[at] ^= 1
+        assert not codec.is_same(memoryview(plain), memoryview(other))
 
 
 @pytest.mark.parametrize("fault", ["other bytes", "error"])
@@ -234,7 +235,7 @@ def test_a_codec_that_loses_bytes_is_warned_of_and_not_used(fault: str, monkeypa
     monkeypatch.setattr(zstd, "decode", lossy)
     plain = memoryview(bytes(4096))
     with pytest.warns(UserWarning, match="lost bytes"):
-        encoded = codec.encode_checked(Choice(ZSTD, 0, 1), plain, digest(plain))
+        encoded = codec.encode_checked(Choice(ZSTD, 0, 1), plain)
     assert (encoded.codec, encoded.stored) == (RAW, plain)
 
 
@@ -242,8 +243,7 @@ def test_threads_do_not_share_contexts_or_scratch_memory() -> None:
     def round_trip(seed: int) -> bool:
         plain = random.Random(seed).randbytes(1000) * (20 + seed % 7)
         number, param = KNOWN[1 + seed % 4]
-        chunk = digest(plain)
-        encoded = codec.encode_checked(Choice(number, param, seed % 3), memoryview(plain), chunk)
+        encoded = codec.encode_checked(Choice(number, param, seed % 3), memoryview(plain))
         return decoded(encoded.codec, encoded.param, bytes(encoded.stored), len(plain)) == plain
 
     with ThreadPoolExecutor(8) as pool:

@@ -9,7 +9,7 @@ import pytest
 
 from ckstore import floor, layout
 from ckstore.backend.memory import MemoryBackend
-from ckstore.errors import CorruptionError, FencedError
+from ckstore.errors import CorruptionError, FencedError, NotFoundError
 from ckstore.format import records
 from ckstore.history import read_floor, read_history
 from ckstore.ids import SaveName
@@ -19,6 +19,7 @@ from ckstore.testing.faults import Fault, FaultyBackend
 
 Noise = Callable[..., np.ndarray]
 Open = Callable[..., Store]
+Elsewhere = Callable[[Callable[[], object]], Callable[[], None]]
 
 
 @pytest.fixture
@@ -220,3 +221,80 @@ def test_a_floor_that_cannot_be_read_says_what_to_do(open_here: Open, backend: M
         store.save({"n": 2}, step=2)
     backend.delete(layout.floor(1))
     assert store.save({"n": 2}, step=2).step == 2
+
+
+# what was cleared away while somebody was about to announce that he depends on it
+
+
+def cleared_away(store: Store, *, keep: int) -> Callable[[], None]:
+    """Save once more, then remove all but the newest `keep` with everything that tells of it."""
+
+    def act() -> None:
+        store.save({"n": 50}, step=50)
+        store.prune({"keep_last": keep})
+        store.gc()
+        assert floor.raise_floor(store._context, least=1) > 0
+
+    return act
+
+
+def test_a_verify_takes_no_removal_for_damage(open_here: Open, backend: MemoryBackend, elsewhere: Elsewhere) -> None:
+    other = open_here(backend, cache="other")
+    old_store(other, 3)
+    store = open_here(FaultyBackend(backend, Fault("put", 1, elsewhere(cleared_away(other, keep=1)), where="pins/")))
+    report = store.verify()
+    assert (report.findings, report.quarantined, report.snapshots) == ([], [], 0)
+    assert [info.state for info in other.snapshots()] == ["ok"]
+
+
+def test_a_restore_takes_what_is_there_now(open_here: Open, backend: MemoryBackend, elsewhere: Elsewhere) -> None:
+    other = open_here(backend, cache="other")
+    old_store(other, 3)
+    store = open_here(FaultyBackend(backend, Fault("put", 1, elsewhere(cleared_away(other, keep=1)), where="pins/")))
+    assert store.restore()["n"] == 50
+
+
+def test_what_is_gone_gets_no_tag(open_here: Open, backend: MemoryBackend, elsewhere: Elsewhere) -> None:
+    other = open_here(backend, cache="other")
+    old_store(other, 3)
+    store = open_here(FaultyBackend(backend, Fault("put", 1, elsewhere(cleared_away(other, keep=1)), where="pins/")))
+    with pytest.raises(NotFoundError):
+        store.tag("best")
+    assert other.tags() == {}
+
+
+def test_a_save_does_not_build_on_what_is_gone(
+    open_here: Open, backend: MemoryBackend, elsewhere: Elsewhere, noise: Noise
+) -> None:
+    """Its announcement would keep nobody from freeing packs that were its parent's."""
+
+    def state(step: int) -> dict[str, object]:
+        return {"frozen": noise(0, 30), "own": noise(step)}
+
+    def in_place_of_the_parent() -> None:
+        other.save(state(3), step=3)
+        other.prune({"keep_last": 1})
+        other.gc()
+        assert floor.raise_floor(other._context, least=1) > 0
+        assert [info.step for info in other.snapshots()] == [3]
+
+    def before_the_commit() -> None:
+        other.save({"n": 4}, step=4, full=True)
+        other.prune({"keep_last": 1})
+        other.gc()
+
+    other = open_here(backend, cache="other")
+    other.save(state(1), step=1)
+    faulty = FaultyBackend(
+        backend,
+        Fault("put", 2, elsewhere(in_place_of_the_parent), where="saves/"),
+        Fault("put_if_absent", 2, elsewhere(before_the_commit), where="snapshots/"),
+    )
+    store = open_here(faulty)
+    store.save(state(2), step=2)
+    other.drop(1)
+    other.gc()
+    store.save(state(5), step=5)
+    faulty.faults.assert_fired()
+    assert np.array_equal(open_here(backend, cache="third").restore(5)["frozen"], noise(0, 30))
+    assert store.verify().ok

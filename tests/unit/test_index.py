@@ -311,7 +311,7 @@ def test_errors_of_lmdb_are_misses_until_the_next_write(
     raised: list[Exception] = []
     index.add(SAVE, IDS, PLACES)
     with monkeypatch.context() as patch:
-        patch.setattr("ckstore.index._find", fail)
+        patch.setattr("ckstore.index.ChunkIndex._find", fail)
         patch.setattr("ckstore.index._add", fail)
         assert index.get(IDS[0]) is None
         index.add(OTHER, IDS, PLACES)

@@ -75,7 +75,7 @@ def write(storage: MemoryBackend, chunks: list[tuple[bytes, Choice]] = CHUNKS) -
     writer = PackWriter(storage, PACK)
     locations = []
     for plain, choice in chunks:
-        encoded = codec.encode_checked(choice, memoryview(plain), digest(plain))
+        encoded = codec.encode_checked(choice, memoryview(plain))
         locations.append(writer.append(digest(plain), len(plain), encoded))
     return writer.finish(), locations
 

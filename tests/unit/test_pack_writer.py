@@ -59,7 +59,7 @@ def add(writer: PackWriter, plain: bytes, choice: Choice, *, prepared: bool = Fa
         memory = writer.reserve(len(plain))
         memory[:] = plain
         return writer.append(digest(memory), len(plain), Encoded(RAW, 0, memory), lambda: plain)
-    return writer.append(digest(plain), len(plain), codec.encode_checked(choice, memoryview(plain), digest(plain)))
+    return writer.append(digest(plain), len(plain), codec.encode_checked(choice, memoryview(plain)))
 
 
 def write(storage: Storage, *, prepared: bool = False) -> tuple[PackRef, list[Location]]:
