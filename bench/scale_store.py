@@ -18,7 +18,7 @@ from ckstore.ids import SaveName
 from ckstore.index import ChunkIndex
 
 CHUNK = 4 << 20
-CHUNKS_IN_PACK = 16
+CHUNKS_IN_PACK = 64
 PACK_BYTES = CHUNKS_IN_PACK * CHUNK + 8192
 
 

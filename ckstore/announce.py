@@ -25,6 +25,8 @@ from ckstore.ids import SaveName, new_nonce
 from ckstore.process import Owner, current_owner
 
 RENEW_SECONDS = 10.0
+EPOCH = "epoch of "
+"""How the purpose of a pin begins that holds what a new epoch is to go on from."""
 PATIENCE_SECONDS = 600.0
 """An announcer whose counter stood still for so long, by the observer's own clock, is given up."""
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ckstore import layout
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, FencedError, NoSpaceError
+from ckstore.errors import BackendError, CkstoreError, FencedError, NoSpaceError, NotFoundError
 from ckstore.format import records
 from ckstore.history import is_void, newest_epoch, read_decision, read_floor, read_optional
 from ckstore.ids import SaveName
@@ -41,7 +41,7 @@ def _create(context: Context, save: SaveName, record: records.Commit | records.R
         if not _won_after_all(context, save, error):
             raise
         created = True
-    if not created and not isinstance(read_decision(context, save), type(record)):
+    if not created and not isinstance(_standing(context, save), type(record)):
         raise given_up(save)
     _check_floor(context, save)
 
@@ -51,7 +51,17 @@ def abort(context: Context, save: SaveName, reason: str) -> bool:
     record = records.Abort(str(save), reason[:1000], current_owner())
     if context.backend.put_if_absent(layout.snapshot(save), records.encode(record)):
         return True
-    return isinstance(read_decision(context, save), records.Abort)
+    return isinstance(_standing(context, save), records.Abort | None)
+
+
+def _standing(context: Context, save: SaveName) -> records.Decision | None:
+    """What stands under a name that was taken; None where a floor has cleared it away since, as it does with ABORT."""
+    try:
+        return read_decision(context, save)
+    except NotFoundError:
+        if is_void(read_floor(context.backend), save):
+            return None
+        raise
 
 
 def discard(context: Context, save: SaveName, reason: str) -> None:
@@ -72,9 +82,12 @@ def discard(context: Context, save: SaveName, reason: str) -> None:
 
 
 def is_aborted(context: Context, save: SaveName) -> bool:
-    """Whether ABORT stands under the name of `save`; False too if that cannot be read."""
+    """Whether somebody gave `save` up: ABORT stands under its name, or stood there until a floor cleared it away.
+
+    False too if that cannot be read.
+    """
     try:
-        return isinstance(read_decision(context, save), records.Abort)
+        return isinstance(_standing(context, save), records.Abort | None)
     except CkstoreError:
         return False
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
 
 from ckstore.errors import CkstoreWarning, InvalidInputError, NotSavedError
 from ckstore.info import SnapshotInfo
+from ckstore.latch import Latch
+
+_BEGUN = "begun"
 
 
 class PendingSave:
@@ -20,15 +21,19 @@ class PendingSave:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._future: Future[SnapshotInfo] = Future()
-        self._copied = threading.Event()
-        self._reason = "cancelled"
+        self._fate: dict[str, str] = {}
+        """Begun, or why it was given up: the first to say so by `setdefault`, which nothing can interrupt."""
+        self._info: SnapshotInfo | None = None
+        self._error: BaseException | None = None
+        self._over = Latch()
+        self._copied = Latch()
+        self._given_up: Callable[[], None] = _nothing
         self._pid = os.getpid()
         self._told = False
         self._notes: list[str] = []
 
     def __repr__(self) -> str:
-        return f"<ckstore.PendingSave of step {self.step}: {'done' if self.done() else 'under way'}>"
+        return f"<ckstore.PendingSave of step {self.step}: {'done' if self._over.is_set() else 'under way'}>"
 
     def wait(self, timeout: float | None = None) -> SnapshotInfo:
         """Wait until the snapshot is durable. Raises what `Store.save` would, and `NotSavedError` if it never began.
@@ -38,32 +43,36 @@ class PendingSave:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return self._future.result()
+        assert self._info is not None
+        return self._info
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the outcome is known; the error that `wait` would raise, None for a success."""
         self._check_process()
-        try:
-            error = self._future.exception(timeout)
-        except CancelledError:
-            error = NotSavedError(self.step, self._reason)
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"the save of step {self.step} is still under way")
         self._told = True
         self.tell()
-        return error
+        reason = self._reason()
+        return self._error if reason is None else NotSavedError(self.step, reason)
 
     def done(self) -> bool:
         """Whether the outcome is known."""
         self._check_process()
-        return self._future.done()
+        return self._over.is_set()
+
+    def is_saved(self) -> bool:
+        """Whether the snapshot is durable."""
+        return self._info is not None
 
     def is_skipped(self) -> bool:
         """Whether it was not made because another one was under way."""
-        return self._reason == "skipped"
+        return self._reason() == "skipped"
 
     def cancel(self) -> bool:
         """Give the save up if it has not begun to be written; whether it was given up."""
         self._check_process()
-        return self._future.cancel()
+        return self.give_up("cancelled")
 
     def wait_copied(self, timeout: float | None = None) -> None:
         """Wait until the state was copied and may change; only with `steady` does that take longer than the call."""
@@ -76,6 +85,11 @@ class PendingSave:
             raise InvalidInputError(
                 f"the save of step {self.step} belongs to process {self._pid}, which began it; this is a fork of that"
             )
+
+    def _reason(self) -> str | None:
+        """Why it was given up; None if it was not."""
+        fate = self._fate.get("fate", _BEGUN)
+        return None if fate == _BEGUN else fate
 
     @classmethod
     def of(cls, info: SnapshotInfo) -> PendingSave:
@@ -90,42 +104,41 @@ class PendingSave:
 
     def begin(self) -> bool:
         """From now on it cannot be given up; False if it was already."""
-        return self._future.set_running_or_notify_cancel()
+        return self._fate.setdefault("fate", _BEGUN) == _BEGUN
 
     def give_up(self, reason: str) -> bool:
-        """Give it up for a reason of `NotSavedError`, if it has not begun."""
-        before, self._reason = self._reason, reason
-        given_up = self._future.cancel()
-        if not given_up:
-            self._reason = before
-        return given_up
+        """Give it up for a reason of `NotSavedError`, if it has not begun; whether it is given up."""
+        if self._fate.setdefault("fate", reason) == _BEGUN:
+            return False
+        self._over.set()
+        self._given_up()
+        return True
+
+    def when_given_up(self, act: Callable[[], None]) -> None:
+        """Have `act` done, once or more, when it is given up."""
+        self._given_up = act
 
     def succeed(self, info: SnapshotInfo) -> None:
         """The snapshot is durable."""
-        self._future.set_result(info)
+        self._info = info
+        self._over.set()
 
     def fail(self, error: BaseException) -> None:
         """It failed, and nothing of it remains."""
-        self._future.set_exception(error)
+        self._error = error
+        self._over.set()
 
     def copied(self) -> None:
         """The state is no longer needed."""
         self._copied.set()
 
-    def settle(self) -> None:
-        """Wait until the outcome is known, without being told of it."""
-        try:
-            self._future.exception()
-        except CancelledError:
-            pass
-
     def is_copied(self) -> bool:
         """Whether the state is no longer needed."""
         return self._copied.is_set()
 
-    def on_done(self, act: Callable[[], None]) -> None:
-        """Do `act` when the outcome is known."""
-        self._future.add_done_callback(lambda _: act())
+    def settle(self) -> None:
+        """Wait until the outcome is known, without being told of it."""
+        self._over.wait()
 
     def note(self, text: str) -> None:
         """Something that the caller is warned of when next there is occasion."""
@@ -136,9 +149,16 @@ class PendingSave:
         while self._notes:
             warnings.warn(self._notes.pop(0), CkstoreWarning, stacklevel=4)
 
+    def has_untold(self) -> bool:
+        """Whether it failed of an error that nobody was told of."""
+        return self._error is not None and not self._told
+
     def untold(self) -> BaseException | None:
         """The error that nobody was told of; from now on somebody was."""
-        if self._told or not self._future.done() or self._future.cancelled():
-            return None
-        self._told = True
-        return self._future.exception()
+        error = self._error if self.has_untold() else None
+        self._told = self._told or error is not None
+        return error
+
+
+def _nothing() -> None:
+    pass

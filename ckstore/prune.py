@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckstore import facts, layout, retention
-from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
+from ckstore.announce import EPOCH, PATIENCE_SECONDS, Announcer, Patience, list_announcers
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NoSpaceError, NotFoundError
 from ckstore.format import records
@@ -68,8 +68,8 @@ def prune(
             wanted = save not in plan.drop
             spared = "" if wanted else _remove_unless_named(context, save, announcers, tags, result)
             # One spared for a save or a reader stays condemned: the policy does not want it, and gc takes it later.
-            # Not where there is too little room for that.
-            if wanted or spared in _NAMED or (spared and most is not None):
+            # Not where there is too little room for that, nor what an epoch may make the newest of its branch.
+            if wanted or spared in _NAMED or spared.startswith(EPOCH) or (spared and most is not None):
                 context.backend.delete(own[save])
     result.spared = {save: why for save, why in result.spared.items() if save not in plan.keep}
     return result
@@ -113,7 +113,7 @@ def finish_condemned(
     with _condemned(context, waiting, result) as own:
         announcers, tags = list_announcers(context.backend), read_tags(context.backend)
         history = read_history(context)
-        last = _best_of_branches(history)
+        last = _best_of_branches(history, {save: [own[save], *abandoned[save]] for save in waiting})
         _make_durable(context)
         for save in waiting:
             if save in last:
@@ -221,9 +221,16 @@ def _remove_unless_named(
     return result.spared.get(save, "")
 
 
-def _best_of_branches(history: History) -> set[SaveName]:
-    """For each branch the snapshot that `latest` means; where all good ones are condemned it is one of them."""
-    newest = (next(history.candidates(branch), None) for branch in history.branches())
+def _best_of_branches(history: History, without: Mapping[SaveName, list[str]]) -> set[SaveName]:
+    """For each branch the snapshot that `latest` means `without` these marks.
+
+    The dead may have condemned what an epoch then went on from. Where all good ones are condemned it is one of them.
+    """
+    gone = {save: {name.rpartition("-")[2] for name in names} for save, names in without.items()}
+    left = {save: nonces - gone.get(save, set()) for save, nonces in history.marks.condemned.items()}
+    marks = replace(history.marks, condemned={save: nonces for save, nonces in left.items() if nonces})
+    alive = History(history.context, marks, history.saves)
+    newest = (next(alive.candidates(branch), None) for branch in alive.branches())
     return {found[0] for found in newest if found is not None}
 
 

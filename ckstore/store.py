@@ -13,7 +13,7 @@ from typing import Any
 from ckstore import diff as differences
 from ckstore import facts, gc, layout, prune, refs, repack, restorer, saver, upkeep
 from ckstore import status as statuses
-from ckstore.announce import PATIENCE_SECONDS, pinned
+from ckstore.announce import EPOCH, PATIENCE_SECONDS, pinned
 from ckstore.arguments import (
     WHEN_BUSY,
     name_of,
@@ -94,6 +94,7 @@ class Store:
         self._context = context
         self._writing = writing
         self._background: Background | None = None
+        self._closed = False
         self._epochs: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -136,13 +137,14 @@ class Store:
 
         Raises what a save in the background failed of, if nobody was told of it yet.
         """
-        try:
-            background, self._background = self._background, None
-            if background is not None and background.pid == os.getpid():
-                background.close()
-        finally:
-            self._context.index.close()
-            self._context.backend.close()
+        with undisturbed("close"):
+            self._closed = True
+            try:
+                if (background := self._saves_in_background()) is not None:
+                    background.close()
+            finally:
+                self._context.index.close()
+                self._context.backend.close()
 
     def save(
         self,
@@ -157,7 +159,8 @@ class Store:
     ) -> SnapshotInfo:
         """Save `state` as the newest snapshot of `branch`; durable when this returns.
 
-        The state must not change meanwhile; `InvalidInputError` if it did. `epoch` is one that `open_epoch` gave, by
+        The state must not change meanwhile, in another thread or by a device: what is saved of it may then be of
+        different moments. `epoch` is one that `open_epoch` gave, by
         default the last one that this object opened on the branch; `FencedError` if there is a newer one.
         Saving the same step again makes a second snapshot, which wins. `meta` is a small mapping of plain values.
         With `full` nothing written earlier is reused: the snapshot is readable without any older pack. On any error
@@ -215,9 +218,15 @@ class Store:
 
     def wait(self) -> None:
         """Wait until saves in the background are over, and the pruning after them; raise what nobody was told of."""
+        with undisturbed("wait"):
+            if (background := self._saves_in_background()) is not None:
+                background.flush(pruning=True)
+                background.raise_failed()
+
+    def wait_copied(self) -> None:
+        """Wait until what was given to `save_async` as `steady` was copied, by every call so far, and may change."""
         if (background := self._saves_in_background()) is not None:
-            background.flush(pruning=True)
-            background.raise_failed()
+            background.wait_copied()
 
     def _request(
         self,
@@ -243,6 +252,8 @@ class Store:
 
     def _begin_background(self) -> Background:
         with self._lock:
+            if self._closed:
+                raise InvalidInputError(f"{self} was closed")
             found = self._saves_in_background()
             if found is None:
                 writing = self._writing
@@ -402,7 +413,7 @@ class Store:
             number = newest_epoch(self._context.backend, branch) + 1
             start = behind or (self._save_name(self._find(base)[1]) if base is not None else self._newest(branch))
             # A prune that does not know of the epoch yet must not remove what it goes on from.
-            with pinned(self._context.backend, f"epoch of {branch}", [start] if start else []) as marks:
+            with pinned(self._context.backend, f"{EPOCH}{branch}", [start] if start else []) as marks:
                 gone = marks.removed | marks.condemned.keys()
                 if start is not None and base is not None:
                     refuse_removed(start, gone)
@@ -443,6 +454,10 @@ class Store:
         """
         history = read_history(self._context)
         superseded = history.epochs(branch).newest > number
+        if start is not None and start not in history.marks.removed:
+            # Who condemned it saw the pin and spares it, or died; until that is over it would not be `latest`.
+            for nonce in history.marks.condemned.get(start, ()):
+                self._context.backend.delete(layout.mark(start, f"condemned-{nonce}"))
         return start in history.marks.removed, None if superseded else history.left_behind(branch, number)
 
     def _newest(self, branch: str) -> SaveName | None:

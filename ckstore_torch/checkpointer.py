@@ -93,6 +93,7 @@ class Checkpointer:
         self._done = 0
         self._first = True
         self._tidied = False
+        self._tidying: PendingSave | None = None
         self._background = background
         self._when_busy = when_busy
         self._last: PendingSave | None = None
@@ -172,6 +173,8 @@ class Checkpointer:
     def _begin(self, n: int, metrics: Mapping[str, Any]) -> PendingSave | None:
         state, options = self._capture(n, metrics)
         steady = self._state.managed() if self._overlap else ()
+        if self._tidying is not None and self._tidying.is_saved():
+            self._tidied = True
         tidy = self._keep is not None and not self._tidied
         pending = self.store.save_async(
             state, **options, when_busy=self._when_busy, steady=steady, keep=self._keep, tidy=tidy
@@ -179,13 +182,13 @@ class Checkpointer:
         self._done, self._first = n, self._first and n <= self._resumed_at
         if pending.is_skipped():
             return None
-        self._last, self._tidied = pending, self._tidied or tidy
+        self._last = pending
+        self._tidying = pending if tidy else self._tidying
         return pending
 
     def _fence(self, *_: Any) -> None:
         """Before a step of an optimizer: what it will change must have been copied."""
-        if self._last is not None:
-            self._last.wait_copied()
+        self.store.wait_copied()
 
     def __enter__(self) -> Self:
         return self

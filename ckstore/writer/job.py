@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ckstore.latch import Latch
 from ckstore.pending import PendingSave
 from ckstore.retention import Retention
 from ckstore.saver import SaveRequest
@@ -16,7 +16,7 @@ from ckstore.state.views import Bytes
 
 @dataclass(slots=True)
 class Job:
-    """What is to be saved, where its bytes stand in `area`, and who waits for it.
+    """What is to be saved, where its bytes stand in `area` once that is lent to it, and who waits for it.
 
     `keep` is a retention policy for the branch, applied after the commit; with `tidy` what others left is cleared away.
     """
@@ -25,10 +25,12 @@ class Job:
     captured: Captured
     request: SaveRequest
     layout: Layout
-    area: Area
     keep: Retention | None = None
     tidy: bool = False
-    streamed: threading.Event = field(default_factory=threading.Event)
+    area: Area = field(init=False)
+    over: Latch = field(default_factory=Latch)
+    """Set when nothing more is done for it: it is decided, and the pruning after it is done."""
+    streamed: Latch = field(default_factory=Latch)
     """Set when every blob that is not staged was handed over: the live state is needed no more."""
     to_stream: set[int] = field(default_factory=set)
     copy_failed: BaseException | None = None

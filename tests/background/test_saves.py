@@ -18,7 +18,9 @@ import pytest
 
 import ckstore
 from ckstore import staging
+from ckstore.aligned import BUFFER_SIZE
 from ckstore.backend.memory import MemoryBackend
+from ckstore.chunk_writer import WORKERS
 from ckstore.errors import (
     BackendError,
     CkstoreWarning,
@@ -134,11 +136,10 @@ def test_the_writer_ends_with_the_store(open_here: Open) -> None:
 def test_the_writer_ends_when_a_store_is_forgotten(open_here: Open, place: Path, tmp_path: Path) -> None:
     store = ckstore.open(place, create=True, cache_dir=tmp_path / "cache")
     pending = store.save_async({"x": np.arange(9)}, step=1)
-    thread = store._background._thread  # type: ignore[union-attr]
+    clerk = store._background._clerk  # type: ignore[union-attr]
     del store
     assert pending.wait().step == 1
-    assert thread is not None
-    thread.join()
+    assert clerk.ended.wait(60)
     assert writers() == set()
 
 
@@ -203,7 +204,7 @@ def test_a_queued_save_is_replaced_by_a_newer_one(
     writer.waits("commit")
     buffer = noise(1, 9)
     pending = [store.save_async({"w": buffer}, step=1, when_busy="replace")]
-    while not (store._background and store._background._running):  # until the first one is begun
+    while not (store._background and store._background._clerk._running):  # until the first one is begun
         pass
     with caplog.at_level(logging.WARNING, "ckstore"):
         for step in (2, 3, 4):
@@ -223,14 +224,14 @@ def test_a_queued_save_is_replaced_by_a_newer_one(
 def test_only_what_has_not_begun_can_be_cancelled(store: Store, writer: Writer) -> None:
     writer.waits("commit")
     first = store.save_async({}, step=1)
-    while not (store._background and store._background._running):
+    while not (store._background and store._background._clerk._running):
         pass
     second = store.save_async({}, step=2, when_busy="replace")
     assert (second.cancel(), second.cancel(), second.done()) == (True, True, True)
     with pytest.raises(NotSavedError, match="step 2 was cancelled"):
         second.wait()
     third = store.save_async({}, step=3, when_busy="replace")
-    while not (store._background and store._background._queued):
+    while not (store._background and store._background._clerk._queued):
         pass
     writer.go_on()
     first.wait()
@@ -419,7 +420,7 @@ def test_where_there_is_no_memory_the_save_is_made_within_the_call(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
-        with pytest.warns(CkstoreWarning, match="does not fit"):
+        with pytest.warns(CkstoreWarning, match="there is no memory to copy a state of 163840 bytes to .*no memory"):
             pending = store.save_async({"w": noise(1, 40)}, step=1)
     assert pending.wait().step == 1
     assert store.save_async({"w": noise(2, 40)}, step=2).wait().step == 2
@@ -461,7 +462,8 @@ def test_memory_does_not_grow_with_saves(open_here: Open, noise: Noise) -> None:
             store.wait()
             before = resident()
     store.wait()
-    assert resident() - before < size
+    # Write buffers are touched as far as they were ever filled: that may come late, and is no more than all of them.
+    assert resident() - before < WORKERS * BUFFER_SIZE < 44 * size
     areas = store._background._areas  # type: ignore[union-attr]
     assert areas.total < 1.2 * size
 

@@ -133,7 +133,7 @@ RULES = (
          "created = context.backend.put(layout.snapshot(save), records.encode(record)) is None"))),
     _rule("who finds the name taken reads what was decided", "given up", _edit(
         "commit:_create",
-        ("if not created and not isinstance(read_decision(context, save), type(record)):", "if False:"))),
+        ("if not created and not isinstance(_standing(context, save), type(record)):", "if False:"))),
     _rule("nobody reports failure before trying ABORT", "network", _edit(
         "commit:_create",
         ("if not _won_after_all(context, save, error):\n            raise\n        created = True", "raise"))),
@@ -156,12 +156,11 @@ RULES = (
         "prune:_remove_unless_named", ("if dependant is not None:", "if False:"))),
     _rule("a remover spares what a tag names", "tagged drop", _edit(
         "prune:_remove_unless_named", ("elif save in tags.named.values():", "elif False:"))),
-    _rule("a prune judges again after it condemned", "takeover", _edit(
+    _rule("a prune judges again after it condemned", "by hand", _edit(
         "prune:prune",
         ("    victims = _untried(plan_prune(context, policy, branch).drop,",
          "    plan = plan_prune(context, policy, branch)\n    victims = _untried(plan.drop,"),
-        ("        plan = _plan(context, read_history(context), policy, branch, own)\n", "")),
-        preemptions=2, budget=1500),
+        ("        plan = _plan(context, read_history(context), policy, branch, own)\n", ""))),
     _rule("a remover withdraws its own mark only", "forced drop", _edit(
         "prune:finish_condemned",
         ("context.backend.delete(own[save])",
@@ -173,7 +172,7 @@ RULES = (
          "    own = dict.fromkeys(waiting, layout.mark(waiting[0], 'none'))\n    if own:\n")),
         budget=800),
     _rule("who finishes a removal spares the last good one", "last one", _edit(
-        "prune:finish_condemned", ("last = _best_of_branches(history)", "last = set()"))),
+        "prune:_best_of_branches", ("return {found[0] for found in newest if found is not None}", "return set()"))),
     _rule("a prune does not count on what others condemned", "by hand", _edit(
         "prune:facts_of", ("unsafe.add(save)", "pass"))),
     _rule("a drop does not count on what others condemned", "by hand", _edit(

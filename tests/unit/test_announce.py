@@ -86,7 +86,7 @@ def test_a_pin_is_visible_while_it_lasts_and_gives_the_facts_read_after_it() -> 
 
     backend = Watched()
     with pinned(backend, "restore", [ONE]) as marks:
-        assert order == ["put pins", "list marks/"]
+        assert order == ["put pins", "list marks/", "list gc/floor/"]
         assert marks.removed == frozenset()
         (seen,) = list_announcers(backend)
         assert (seen.save, seen.snapshots, seen.purpose) == (None, {ONE}, "restore")

@@ -33,6 +33,7 @@ from ckstore.testing.faults import Fault, FaultyBackend
 
 Noise = Callable[..., np.ndarray]
 Open = Callable[..., Store]
+Elsewhere = Callable[[Callable[[], object]], Callable[[], None]]
 
 
 def steps(store: Store) -> list[int]:
@@ -475,3 +476,57 @@ def test_a_branch_that_is_not_there_is_said_so(store: Store, noise: Noise) -> No
     fill(store, noise, 1)
     with pytest.raises(NotFoundError, match="no snapshot on branch 'mian'; branches: main"):
         store.prune({"keep_last": 1}, branch="mian")
+
+
+def test_what_a_new_epoch_goes_on_from_stays_the_newest(open_here: Open, elsewhere: Elsewhere) -> None:
+    """An old run saves while a new one takes over; a prune takes that for left behind until the new one has noticed."""
+    backend = MemoryBackend()
+    old, other = open_here(backend, cache="old"), open_here(backend, cache="other")
+    for step in (1, 2):
+        old.save({"n": step}, step=step)
+    faulty = FaultyBackend(
+        backend,
+        Fault("put_if_absent", 1, elsewhere(lambda: old.save({"n": 3}, step=3)), where="epochs/"),
+        Fault("put_if_absent", 2, elsewhere(lambda: other.prune({"keep_last": 1})), where="epochs/"),
+    )
+    assert open_here(faulty, cache="new").open_epoch() == 2
+    faulty.faults.assert_fired()
+    assert other.restore()["n"] == 3
+    other.gc(patience=0)
+    assert [(info.step, info.state) for info in other.snapshots()] == [(3, "ok"), (2, "ok")]
+
+
+def test_what_the_dead_condemned_and_an_epoch_goes_on_from_is_spared(open_here: Open, elsewhere: Elsewhere) -> None:
+    """The prune dies when it has condemned what looked left behind."""
+    backend = MemoryBackend()
+    old, other = open_here(backend, cache="old"), open_here(backend, cache="other")
+    for step in (1, 2):
+        old.save({"n": step}, step=step)
+    dying = open_here(FaultyBackend(backend, Fault("list", 1, SystemExit(), where="saves/")), cache="dying")
+    faulty = FaultyBackend(
+        backend,
+        Fault("put_if_absent", 1, elsewhere(lambda: old.save({"n": 3}, step=3)), where="epochs/"),
+        Fault("put_if_absent", 2, elsewhere(lambda: _killed(lambda: dying.prune({"keep_last": 1}))), where="epochs/"),
+    )
+    new = open_here(faulty, cache="new")
+    assert new.open_epoch() == 2
+    assert other.restore()["n"] == 3
+    other.gc(patience=0)
+    assert other.restore()["n"] == 3
+
+
+def _killed(act: Callable[[], object]) -> None:
+    with pytest.raises(SystemExit):
+        act()
+
+
+def test_the_newest_that_only_the_dead_condemned_is_in_use_again(store: Store, noise: Noise) -> None:
+    fill(store, noise, 1, 2)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        author = msgspec.structs.replace(current_owner(), pid=child.pid, start=_start_of(child.pid) or 0)
+        child.kill()
+    newest = name_of(store, 2)
+    mark = records.Mark("condemned-dead", 0.0, author)
+    store._context.backend.put(layout.mark(newest, "condemned-dead"), records.encode(mark))
+    store.gc()
+    assert [(info.step, info.state) for info in store.snapshots()] == [(2, "ok"), (1, "ok")]

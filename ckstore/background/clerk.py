@@ -1,0 +1,370 @@
+"""The thread that owns the staging memory of a store and the order of its saves.
+
+    claim → lent (the caller copies) → staged → queued → running → decided → pruned, over
+              ↘ withdrawn                  ↘ given up
+
+At most one save is under way; beside it one may be queued, if `when_busy` says so. Whatever happens is posted as one
+object into a queue, and done by this thread alone: the main thread may be interrupted anywhere by what a signal
+handler raises, and leaves no half of anything behind. A second thread carries saves out, one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ckstore import staging
+from ckstore.background.runner import Runner
+from ckstore.errors import BackendError, InvalidInputError
+from ckstore.info import SnapshotInfo
+from ckstore.latch import Latch
+from ckstore.pending import PendingSave
+from ckstore.staging import Areas
+from ckstore.writer.job import Job
+
+_log = logging.getLogger("ckstore")
+
+LENT, SKIPPED = "lent", "skipped"
+_TURN = 1.0
+"""Seconds after which who waits for an answer looks whether there is anybody left to give one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A save that wants staging memory, and where the answer goes: `LENT`, `SKIPPED` or an error."""
+
+    job: Job
+    when_busy: str
+    answer: SimpleQueue[str | BaseException]
+
+
+class Hold:
+    """The caller's hold on a save that is not staged yet. Letting go of it, in whatever way, withdraws the save."""
+
+    _ended = True
+
+    def __init__(self, clerk: Clerk, job: Job) -> None:
+        self._clerk = clerk
+        self._job = job
+        self._ended = False  # last: until then there is nothing to withdraw
+
+    def staged(self, later: Callable[[], None] | None) -> None:
+        """All is copied, but for what `later` copies: from here on it is the clerk's."""
+        self._clerk.post(self._clerk.staged, self._job, later)
+        self._ended = True  # an interrupt before this withdraws what is staged: that does nothing
+
+    def withdraw(self) -> None:
+        """The caller leaves; harmless once it is staged."""
+        if not self._ended:
+            self._clerk.post(self._clerk.withdraw, self._job)
+            self._ended = True
+
+    def __del__(self) -> None:
+        self.withdraw()
+
+
+class Clerk:
+    """Only `post`, `claim`, `start` and what is read by `jobs` and `unsettled` are for other threads."""
+
+    def __init__(self, areas: Areas, runner: Runner, when_ended: Callable[[], None]) -> None:
+        """`when_ended` is called at the end if there is nothing left to tell anybody."""
+        self.jobs: dict[int, Job] = {}
+        """Saves that were begun and are not over, by `id`."""
+        self.unsettled: deque[PendingSave] = deque()
+        """Saves whose outcome may have to be told."""
+        self.ended = Latch()
+        self.started = False
+        self._areas = areas
+        self._runner = runner
+        self._when_ended = when_ended
+        self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+        self._at_work = threading.Lock()
+        self._claims: list[_Claim] = []
+        self._lent: set[int] = set()
+        self._queued: Job | None = None
+        self._running: Job | None = None
+        self._pruning = False
+        self._closing = False
+        self._ending = False
+        self._works = False
+        self._work: SimpleQueue[Job | None] = SimpleQueue()
+
+    # ---- from any thread
+
+    def start(self) -> None:
+        """Begin, if it has not: `BackendError` if no thread can be had."""
+        if not self.started:
+            thread = threading.Thread(target=self._live, name="ckstore-background", daemon=True)
+            try:
+                thread.start()  # an interrupt in here may leave it running: a second one finds that and ends
+            except RuntimeError as error:
+                raise BackendError(f"the system refuses another thread ({error})") from error
+
+    def post(self, act: Callable[..., None], *args: Any) -> None:
+        """Have this thread do `act`, one of the methods below."""
+        self._inbox.put((act, args))
+
+    def claim(self, job: Job, when_busy: str) -> str:
+        """Wait for staging memory: `LENT` or `SKIPPED`. `OSError` when there is none, `InvalidInputError` at the end.
+
+        The caller has a `Hold` on the job.
+        """
+        claim = _Claim(job, when_busy, SimpleQueue())
+        self.post(self.claimed, claim)
+        while True:
+            try:
+                answer = claim.answer.get(timeout=_TURN)
+            except Empty:
+                if self.ended.is_set():
+                    raise _closed() from None
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+    # ---- what is posted
+
+    def claimed(self, claim: _Claim) -> None:
+        """A save wants memory."""
+        if self._closing:
+            claim.answer.put(_closed())
+            return
+        job = claim.job
+        self.jobs[id(job)] = job
+        job.pending.when_given_up(partial(self.post, self.given_up, job))
+        self._claims.append(claim)
+
+    def withdraw(self, job: Job) -> None:
+        """The caller has left the call. What is staged already goes on; what is to be streamed cannot."""
+        self._claims = [claim for claim in self._claims if claim.job is not job]
+        job.withdrawn = True
+        job.streamed.set()
+        if id(job) in self._lent:
+            self._lent.discard(id(job))
+            self._areas.drop(job.area)  # a copy that was interrupted may still go on
+            job.released = True
+        elif job is self._queued or job is self._running or id(job) not in self.jobs:
+            return
+        job.pending.give_up("cancelled")
+        job.pending.copied()
+        self._forget(job)
+
+    def staged(self, job: Job, later: Callable[[], None] | None) -> None:
+        """A save is copied, but for what `later` copies."""
+        self._lent.discard(id(job))
+        self.unsettled.append(job.pending)
+        self._queued = job
+        if later is None:
+            return
+
+        def copy() -> None:
+            try:
+                later()
+            except BaseException as error:
+                job.copy_failed = error
+            job.pending.copied()
+            self.post(self.copied, job)
+
+        try:
+            threading.Thread(target=copy, name="ckstore-copy", daemon=True).start()
+        except RuntimeError:
+            copy()
+
+    def copied(self, job: Job) -> None:
+        """The last of a state was copied; the save may have been given up meanwhile."""
+        if id(job) not in self.jobs:
+            self._release(job)
+
+    def given_up(self, job: Job) -> None:
+        """A save was given up before it began, by whoever held it."""
+        if self._queued is job:
+            self._queued = None
+            self._release(job)
+            self._forget(job)
+
+    def finished(self, job: Job, outcome: SnapshotInfo | BaseException | None, prunes: bool) -> None:
+        """A save is decided; None: it had been given up. First the memory, then the word."""
+        self._running = None
+        self._pruning = prunes
+        self._release(job)
+        if isinstance(outcome, BaseException):
+            job.pending.fail(outcome)
+        elif outcome is not None:
+            job.pending.succeed(outcome)
+        if not prunes:
+            self._forget(job)
+
+    def pruned(self, job: Job) -> None:
+        """What was to be done after a commit is done."""
+        self._pruning = False
+        self._forget(job)
+
+    def close(self) -> None:
+        """Nothing more will be claimed; what was begun is finished."""
+        self._closing = True
+        for claim in self._claims:
+            claim.job.pending.give_up("cancelled")
+            self._forget(claim.job)
+            claim.answer.put(_closed())
+        self._claims = []
+
+    def emptied(self) -> None:
+        """The runner has let go of everything."""
+        self._areas.clear()
+        self.ended.set()
+        if not any(pending.has_untold() for pending in self.unsettled):
+            self._when_ended()
+
+    # ---- this thread
+
+    def _live(self) -> None:
+        if not self._at_work.acquire(blocking=False):
+            return
+        self.started = True
+        try:
+            while not self.ended.is_set():
+                act, args = self._inbox.get()
+                act(*args)
+                del act, args  # they hold on to the state
+                self._look_round()
+        except BaseException as error:
+            _log.exception("saves in the background have come to an end")
+            self._fail_all(error)
+
+    def _look_round(self) -> None:
+        """Hand over what is next, and answer every claim that can be answered."""
+        if self._running is None and not self._pruning and self._queued is not None:
+            self._running, self._queued = self._queued, None
+            self._hand_over(self._running)
+        for claim in list(self._claims):
+            answer = self._answer(claim)
+            if answer is not None:
+                self._claims.remove(claim)
+                claim.answer.put(answer)
+        if self._closing and not (self._lent or self._queued or self._running or self._pruning):
+            self._end()
+
+    def _answer(self, claim: _Claim) -> str | BaseException | None:
+        """What becomes of a claim now; None if it has to wait."""
+        job, size = claim.job, max(claim.job.layout.size, staging.PAGE)
+        is_idle = not (self._lent or self._queued or self._running)
+        if claim.when_busy == "skip" and not (is_idle and self._areas.may_lend(size)):
+            _log.warning("the save of step %d is skipped: another one is under way", job.pending.step)
+            job.pending.give_up("skipped")
+            job.pending.copied()
+            self._forget(job)
+            return SKIPPED
+        if claim.when_busy == "replace" and not self._lent and self._queued is not None:
+            queued, self._queued = self._queued, None
+            if queued.pending.give_up("replaced"):
+                step = queued.pending.step
+                _log.warning("the save of step %d is replaced by that of step %d", step, job.pending.step)
+            self._release(queued)
+            self._forget(queued)
+        may_queue = claim.when_busy == "replace" and not (self._lent or self._queued)
+        if not (is_idle or may_queue) or not self._areas.may_lend(size):
+            return None
+        try:
+            job.area = self._areas.lend(size)
+        except OSError as error:
+            job.pending.copied()
+            self._forget(job)
+            return error
+        self._lent.add(id(job))
+        return LENT
+
+    def _hand_over(self, job: Job) -> None:
+        if not self._works:
+            try:
+                threading.Thread(target=self._carry_out_all, name="ckstore-runner", daemon=True).start()
+            except RuntimeError as error:
+                job.pending.copied()
+                self.finished(job, BackendError(f"the system refuses another thread ({error})"), False)
+                return
+            self._works = True
+        self._work.put(job)
+
+    def _release(self, job: Job) -> None:
+        """Take the staging memory of a save back, once it is neither copied to nor read."""
+        if not job.released and job.pending.is_copied():
+            job.released = True
+            self._areas.take_back(job.area)
+
+    def _forget(self, job: Job) -> None:
+        """Nothing more is done for a save."""
+        self.jobs.pop(id(job), None)
+        job.streamed.set()
+        job.over.set()
+
+    def _end(self) -> None:
+        if self._works and not self._ending:
+            self._work.put(None)  # what comes back is `emptied`
+        elif not self._works:
+            self.emptied()
+        self._ending = True
+
+    def _fail_all(self, error: BaseException) -> None:
+        """This thread ends: whoever waits is told, and nobody waits for ever."""
+        for job in list(self.jobs.values()):
+            failure = BackendError(f"saves in the background have come to an end: {error!r}")
+            failure.__cause__ = error
+            if not job.pending.done():
+                job.pending.begin()
+                job.pending.fail(failure)
+                self.unsettled.append(job.pending)
+            job.pending.copied()
+            self._forget(job)
+        self._work.put(None)
+        self.ended.set()
+
+    # ---- the thread that carries saves out
+
+    def _carry_out_all(self) -> None:
+        while (job := self._work.get()) is not None:
+            self._carry_out(job)
+        try:
+            self._runner.close()
+        except Exception:
+            _log.exception("whoever wrote in the background could not be ended")
+        self.post(self.emptied)
+
+    def _carry_out(self, job: Job) -> None:
+        pending = job.pending
+        pending.wait_copied()
+        if not pending.begin():
+            self.post(self.finished, job, None, False)
+            return
+        try:
+            if job.copy_failed is not None:
+                raise job.copy_failed
+            saved, notes = self._runner.save(job)
+        except BaseException as error:
+            _log.error("the save of step %d failed: %s", job.request.step, error)
+            self.post(self.finished, job, error, False)
+            return
+        for note in notes:
+            pending.note(note)
+        self.post(self.finished, job, SnapshotInfo.of(saved.record, saved.tags), job.keep is not None)
+        if job.keep is not None:
+            try:
+                failed = self._runner.prune(job.request.branch, job.keep, job.tidy)
+            except BaseException as error:
+                failed = repr(error)
+            log_pruned(failed)
+            self.post(self.pruned, job)
+
+
+def log_pruned(failed: str | None) -> None:
+    """Say why a snapshot was saved and its branch not pruned."""
+    if failed is not None:
+        _log.warning("snapshot saved, but pruning failed: %s", failed)
+
+
+def _closed() -> InvalidInputError:
+    return InvalidInputError("the store was closed meanwhile")
