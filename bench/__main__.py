@@ -44,6 +44,7 @@ AREAS = {
     "chain": Area("chain", "chain", mib=0, rounds=5),
     "scale": Area("scale", "scale", mib=4 << 20, rounds=3),
     "memory": Area("memory", "memory", rounds=1),
+    "terabyte": Area("memory", "terabyte", mib=1 << 20, rounds=1),
 }
 
 

@@ -81,6 +81,7 @@ class ChunkWriter:
         self._small: list[PackWriter] = []
         self._busy = 0
         self._error: BaseException | None = None
+        self._stop = threading.Event()
 
     def write(self, blobs: Iterable[Blob]) -> list[bytes]:
         """Store every chunk of `blobs`, durably; their ids in order. `locations` then knows each.
@@ -110,8 +111,8 @@ class ChunkWriter:
             try:
                 self._busy = min(WORKERS, source.count)
                 wait([submit(pool, self._work, source, ids) for _ in range(self._busy)])
-            except BaseException as error:  # workers end at their next chunk, and the pool waits for that
-                self._error = self._error or error
+            except BaseException as error:  # workers end at their next chunk or piece, and the pool waits for that
+                self._fail(error)
                 raise
 
     def _work(self, source: _Source, ids: list[bytes]) -> None:
@@ -119,8 +120,13 @@ class ChunkWriter:
             self._fill(source, ids)
         except BaseException as error:
             with self._lock:
-                self._error = self._error or error
+                self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Have every worker end: what they write, and wait for, is not wanted any more. The first error counts."""
+        self._error = self._error or error
+        self._stop.set()
 
     def _fill(self, source: _Source, ids: list[bytes]) -> None:
         """What one worker does: chunks into packs, as long as there are any."""
@@ -138,21 +144,21 @@ class ChunkWriter:
     def _store(self, chunk: _Chunk, pack: PackWriter, guess: bool) -> tuple[bytes, bool]:
         """Put the chunk into `pack` unless it is known or claimed by another worker; its id, and whether it was known.
 
-        With `guess` that is expected: then it costs no buffer of a pack and no sample.
+        With `guess` that is expected: then it costs a look at the live state, and neither copy nor sample.
         """
+        if guess and self._is_stored(chunk_id := digest(chunk.plain)):
+            return chunk_id, True
         size = len(chunk.plain)
-        is_direct = not guess and chunk.whole.choice.codec == codec.RAW
+        is_direct = chunk.whole.choice.codec == codec.RAW
         plain = pack.reserve(size) if is_direct else scratch("plain", size)
         aligned.copy(chunk.plain, plain)  # what is hashed is what will be written, whatever happens to the state
         chunk_id = digest(plain)
+        if self._is_stored(chunk_id):
+            return chunk_id, True
         with self._lock:
             if chunk_id in self._claimed:
                 return chunk_id, guess
             self._claimed.add(chunk_id)
-        place = self._known.find(chunk_id)
-        if place is not None:
-            self.locations[chunk_id] = place
-            return chunk_id, True
         encoded = self._encode(chunk, plain, chunk_id)
         if encoded.stored is plain and not is_direct:
             reserved = pack.reserve(size)
@@ -160,6 +166,15 @@ class ChunkWriter:
             encoded = replace(encoded, stored=reserved)
         pack.append(chunk_id, size, encoded, chunk.again if encoded.codec == codec.RAW else None)
         return chunk_id, False
+
+    def _is_stored(self, chunk_id: bytes) -> bool:
+        """Whether the chunk was stored by an earlier save; then its place is noted."""
+        if chunk_id in self.locations:
+            return True
+        place = self._known.find(chunk_id)
+        if place is not None:
+            self.locations[chunk_id] = place
+        return place is not None
 
     def _encode(self, chunk: _Chunk, plain: memoryview, chunk_id: bytes) -> Encoded:
         choice = chunk.whole.choice
@@ -173,7 +188,8 @@ class ChunkWriter:
         with self._lock:
             name = layout.pack(self._save, self._rank, len(self._begun))
             # No more room is set aside than may be needed: a save fits onto a nearly full disk.
-            pack = PackWriter(self._context.backend, name, source.left // WORKERS, self._context.throttle)
+            room = source.left // WORKERS
+            pack = PackWriter(self._context.backend, name, room, self._context.throttle, self._stop)
             self._begun.append(pack)
             return pack
 

@@ -48,7 +48,8 @@ def _create(context: Context, save: SaveName, record: records.Commit | records.R
 
 def abort(context: Context, save: SaveName, reason: str) -> bool:
     """Create ABORT; True if the save is aborted now, False if it had been committed."""
-    record = records.Abort(str(save), reason[:1000], current_owner())
+    said = reason[:1000].encode("utf-8", "backslashreplace").decode()  # it may name a file whose name is no text
+    record = records.Abort(str(save), said, current_owner())
     if context.backend.put_if_absent(layout.snapshot(save), records.encode(record)):
         return True
     return isinstance(_standing(context, save), records.Abort | None)

@@ -6,6 +6,7 @@ that happens to the state afterwards can part the two.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from ckstore import aligned, codec
 from ckstore.aligned import PAGE
 from ckstore.backend.base import Backend, PutStream
 from ckstore.codec import Encoded
-from ckstore.errors import BackendError, InvalidInputError
+from ckstore.errors import BackendError, CkstoreError, InvalidInputError
 from ckstore.format import pack as form
 from ckstore.format.manifest import MAX_CHUNK, Location
 from ckstore.format.pack import Frame
@@ -39,21 +40,33 @@ class _Row:
     source: bytes | memoryview | Again
 
 
+class StoppedError(CkstoreError):
+    """Whoever asked for the pack no longer wants it; for those who write it, and never seen by a caller."""
+
+
 class PackWriter:
     """Writes the pack `name`, from one thread at a time. Exactly one of `finish` and `abort` ends it.
+
+    When another thread sets `stop`, writing ends with `StoppedError` before the next piece, and waiting for it at once.
 
     The stream is opened when the first buffer is full, or by `finish`. After a failed fsync nothing that was written
     can be trusted, and the pack is written once more from the sources of its frames.
     """
 
     def __init__(
-        self, backend: Backend, name: str, size_hint: int = PACK_SIZE, throttle: Throttle | None = None
+        self,
+        backend: Backend,
+        name: str,
+        size_hint: int = PACK_SIZE,
+        throttle: Throttle | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self.name = name
         self.size = form.HEADER_SIZE
         """Bytes so far, header included and footer not."""
         self._backend = backend
         self._throttle = throttle
+        self._stop = stop
         self._size_hint = min(size_hint, PACK_SIZE)
         self._stream: PutStream | None = None
         self._rows: list[_Row] = []
@@ -205,12 +218,12 @@ class PackWriter:
 
     def _grains(self, pages: memoryview) -> Iterator[memoryview]:
         """`pages` as they may be written: at once, or piece by piece at the pace that was asked for."""
-        if self._throttle is None:
-            yield pages
-            return
         while pages:
-            piece = pages[: self._throttle.grain]
-            self._throttle.wait_for(len(piece))
+            piece = pages if self._throttle is None else pages[: self._throttle.grain]
+            if self._throttle is not None:
+                self._throttle.wait_for(len(piece), self._stop)
+            if self._stop is not None and self._stop.is_set():
+                raise StoppedError(f"{self.name} is not wanted any more")
             yield piece
             pages = pages[len(piece) :]
 

@@ -71,17 +71,23 @@ def pieces(manifest: Manifest, buffers: Mapping[int, memoryview], paths: Mapping
 
 
 def read_pieces(context: Context, wanted: Iterable[Piece]) -> None:
-    """Fill every piece, verified. On the first failure nothing more is started and the error is raised."""
+    """Fill every piece, verified. On the first failure nothing more is started and the error is raised; likewise if it
+    is interrupted. What was started is waited for: nothing is written to the pieces after that."""
     wanted = tuple(wanted)
     needed = (chunk for piece in wanted for chunk in (piece.id, *(base.id for base in piece.place.chain())))
     elsewhere = _Elsewhere(context, frozenset(needed))
+    runs = plan(wanted, WORKERS)
+    stop = threading.Event()
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="ckstore-read") as pool:
-        runs = plan(wanted, WORKERS)
-        futures: list[Future[None]] = [submit(pool, _fill_run, context, run, elsewhere) for run in runs]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        failed = next((future for future in futures if future in done and future.exception()), None)
-        if failed is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
+        try:
+            futures: list[Future[None]] = [submit(pool, _fill_run, context, run, elsewhere, stop) for run in runs]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((future for future in futures if future in done and future.exception()), None)
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     # A store that cannot be written is still read; the marks only spare others the look.
     with suppress(CkstoreError):
         elsewhere.mark_damage()
@@ -89,8 +95,11 @@ def read_pieces(context: Context, wanted: Iterable[Piece]) -> None:
         failed.result()
 
 
-def _fill_run(context: Context, run: Run, elsewhere: _Elsewhere) -> None:
+def _fill_run(context: Context, run: Run, elsewhere: _Elsewhere, stop: threading.Event) -> None:
+    """Fill the pieces of a run, as long as `stop` is not set."""
     for piece in read_run(context.backend, run):
+        if stop.is_set():
+            break
         _fill(piece, elsewhere)
 
 

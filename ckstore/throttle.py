@@ -55,12 +55,14 @@ class Throttle:
             """How many bytes to write at a time, in whole pages: more would come in bursts."""
             self._bucket = TokenBucket(rate, grain, self._monotonic())
 
-    def wait_for(self, size: int) -> None:
-        """Return when `size` bytes may be written."""
+    def wait_for(self, size: int, stop: threading.Event | None = None) -> None:
+        """Return when `size` bytes may be written, or as soon as `stop` is set."""
         with self._lock:
             seconds = self._bucket.take(size, self._monotonic())
-        if seconds:
+        if seconds and stop is None:
             self._sleep(seconds)
+        elif seconds and stop is not None:
+            stop.wait(seconds)
 
 
 _throttles: dict[str, Throttle] = {}

@@ -1,9 +1,12 @@
 """The writer process: it writes saves of another process in the background, out of memory that both see.
 
-    python -m ckstore.writer --fd N    started by the trainer's side, never by hand
+    python -c … ckstore.writer --fd N    started by the trainer's side (`launch`), never by hand
 
     messages   what the two say to each other
     errors     errors as data, and back
+    sources    which ckstore a process runs
+    launch     starting a writer with the ckstore and the dependencies of the trainer
+    watch      noticing that it was stopped
     service    the writer's side
     client     the trainer's side
 

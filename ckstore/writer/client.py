@@ -11,27 +11,26 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 from ckstore import staging
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError
+from ckstore.errors import BackendError, CkstoreError, FormatError
 from ckstore.format import records
 from ckstore.ids import SaveName
 from ckstore.retention import Retention
 from ckstore.saver import Saved, settle
-from ckstore.writer import errors, messages
+from ckstore.writer import errors, launch, messages, sources
 from ckstore.writer.job import Job
-from ckstore.writer.messages import Bytes, Channel, Failed, Named, Open, Opened, Prune, Pruned, Want
+from ckstore.writer.messages import Bytes, Channel, Failed, Hello, Named, Open, Opened, Prune, Pruned, Want
+from ckstore.writer.watch import Watch
 
 ATTEMPTS = 3
-"""Writers that a save may cost before it fails."""
-COMMAND = ["-P", "-m", "ckstore.writer"]
-"""What Python is started with; -P: a file in the working directory is not taken for a module."""
+"""Writers that a save may cost before it fails; and processes that are killed before one of them has begun."""
+GRACE_SECONDS = 5.0
+"""How long a writer that has closed its end may take to end."""
 
 
 _starting = threading.Lock()
@@ -65,12 +64,13 @@ class WriterClient:
             try:
                 answer = self._exchange(job, names)
             except EOFError:
-                how = self._bury()
+                how = _ended(self._bury(GRACE_SECONDS))
                 if names and (saved := settle(self._context, names[-1], job.request)) is not None:
                     return saved, []
                 if not job.layout.is_whole and job.streamed.is_set():
                     raise BackendError(
-                        f"the writer process {how}, and what did not fit into the staging memory is gone: save again",
+                        f"the writer process {how}, and what did not fit into the staging memory is gone, so that no "
+                        "other one can write this save: save again (staging_limit= of ckstore.open is how much fits)",
                         retryable=True,
                     ) from None
             except BaseException:
@@ -87,7 +87,7 @@ class WriterClient:
         """Send a save and whatever is asked for; the last answer. `names` gets each name that the save takes."""
         job.to_stream = job.layout.missing()
         channel = self._connected()
-        channel.send(_message(job), job.area.fd)
+        channel.send(_message(job, self._rate()), job.area.fd)
         while True:
             answer = channel.receive_in_trainer()
             if isinstance(answer, Named):
@@ -101,17 +101,20 @@ class WriterClient:
         """Apply a retention policy; why it could not be, None if it was."""
         try:
             channel = self._connected()
-            channel.send(Prune(branch, asdict(policy), tidy))
+            channel.send(Prune(branch, asdict(policy), tidy, self._rate()))
             answer = channel.receive_in_trainer()
+            assert isinstance(answer, Pruned)
         except EOFError:
-            return f"the writer process {self._bury()}"
-        assert isinstance(answer, Pruned)
+            return f"the writer process {_ended(self._bury(GRACE_SECONDS))}"
+        except Exception as error:  # the snapshot is saved, whatever this is
+            self._bury()
+            return errors.text_of(error)
         return answer.error
 
     def close(self) -> None:
         """Let the writer end, which has nothing left to do, and wait for it."""
         if self._channel is not None:
-            self._channel.close()
+            self._channel.finish()
             self._channel = None
         if self._process is not None:
             self._process.wait()
@@ -124,57 +127,88 @@ class WriterClient:
         if self._process is not None:
             self._process.returncode = 0  # it is no child of this process, which has nothing to wait for
 
+    def _rate(self) -> int | None:
+        """Bytes a second that may be written now."""
+        throttle = self._context.throttle
+        return None if throttle is None else throttle.rate
+
     def _connected(self) -> Channel:
         """The channel to a writer that has the store open."""
         if self._channel is None:
-            with _starting:
-                self._channel = self._start()
-            context = self._context
-            cache = str(context.cache.parent)
-            rate = context.throttle.rate if context.throttle is not None else None
-            opening = Open(context.backend.url, context.config.store, context.profile.name, cache, self._nice, rate)
-            self._channel.send(opening)
-            answer = self._channel.receive_in_trainer()
-            if isinstance(answer, Failed):
-                self._bury()
-                raise errors.decode(answer.errors)
-            assert isinstance(answer, Opened)
+            self._begin()
+        assert self._channel is not None
         return self._channel
 
-    def _start(self) -> Channel:
-        if not sys.executable:
-            raise BackendError("no Python is known here to start the writer process with; use save")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            fd = theirs.fileno()
+    def _begin(self) -> None:
+        """Start a writer. One that is killed meanwhile is replaced; one that ends by itself would do so again."""
+        for left in reversed(range(ATTEMPTS)):
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, *COMMAND, "--fd", str(fd)],
-                    pass_fds=[fd],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env=_environment(),
-                )
-            except OSError as error:
-                ours.close()
-                raise BackendError(f"the writer process cannot be started: {error}") from error
-        return Channel(ours)
+                return self._open()
+            except EOFError:
+                status = self._bury(GRACE_SECONDS)
+                if not left or status is None or status >= 0:
+                    raise BackendError(
+                        f"the writer process cannot be started: it {_ended(status)} before it had opened the store; if "
+                        f"it said why, then on stderr. It was run by {sys.executable} with the sys.path of this process"
+                    ) from None
+            except BaseException:
+                self._bury()
+                raise
 
-    def _bury(self) -> str:
-        """Make sure that the writer is gone; how it ended."""
+    def _open(self) -> None:
+        """Start a writer and have it open the store."""
+        with _starting:
+            self._channel = channel = self._start()
+        hello = channel.receive_in_trainer()
+        assert isinstance(hello, Hello)
+        if hello.version != sources.VERSION:
+            raise FormatError(
+                f"the writer process would run another ckstore ({hello.version}) than this process "
+                f"({sources.VERSION}): the files in {sources.HOME} were changed since; start this program anew"
+            )
+        context = self._context
+        cache = os.fsencode(context.cache.parent)
+        channel.send(Open(context.backend.url, context.config.store, context.profile.name, cache, self._nice))
+        answer = channel.receive_in_trainer()
+        if isinstance(answer, Failed):
+            raise errors.decode(answer.errors)
+        assert isinstance(answer, Opened)
+
+    def _start(self) -> Channel:
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                try:
+                    self._process = launch.launch(theirs.fileno())
+                except BaseException:
+                    ours.close()
+                    raise
+        except OSError as error:
+            raise launch.refused(error) from error
+        return Channel(ours, Watch(self._process.pid).look)
+
+    def _bury(self, grace: float = 0) -> int | None:
+        """Make sure that the writer is gone, which may end by itself within `grace` seconds; its status, if known."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         process, self._process = self._process, None
         if process is None:
-            return "was gone"
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
         process.kill()
-        status = process.wait()
-        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return process.wait()
 
 
-def _message(job: Job) -> messages.Save:
+def _ended(status: int | None) -> str:
+    if status is None:
+        return "was gone"
+    names = {known.value: known.name for known in signal.Signals}
+    return f"was ended by {names.get(-status, -status)}" if status < 0 else f"ended with status {status}"
+
+
+def _message(job: Job, rate: int | None) -> messages.Save:
     request, captured = job.request, job.captured
     rows = [
         messages.BlobRow(blob.nbytes, blob.itemsize, blob.kind, blob.path, offset)
@@ -182,7 +216,7 @@ def _message(job: Job) -> messages.Save:
     ]
     return messages.Save(
         captured.tree, captured.order, rows, job.area.size,
-        request.step, request.branch, list(request.tags), request.meta, request.full, request.epoch,
+        request.step, request.branch, list(request.tags), request.meta, request.full, request.epoch, rate,
     )  # fmt: skip
 
 
@@ -192,7 +226,10 @@ def _send_blob(channel: Channel, job: Job, number: int) -> None:
         channel.send(Bytes(None))
         return
     blob = job.captured.blobs[number]
-    area = staging.Area(blob.nbytes)
+    try:
+        area = staging.Area(blob.nbytes)
+    except OSError as error:
+        raise BackendError(f"no memory to hand {blob.path} over in: {error}", retryable=True) from error
     try:
         staging.copy([(blob, area.memory[: blob.nbytes])])
         if job.withdrawn:  # the copy may be of a state that was changed meanwhile
@@ -211,13 +248,3 @@ def _outcome(answer: messages.ToTrainer) -> tuple[Saved, list[str]]:
     record = records.decode_decision(answer.record, SaveName.parse(answer.save), "the writer's answer")
     assert isinstance(record, records.Commit)
     return Saved(record, tuple(answer.tags)), answer.notes
-
-
-def _environment() -> dict[str, str]:
-    """This process's, in which this very ckstore is found."""
-    home = str(Path(__file__).parents[2])
-    paths = sysconfig.get_paths()
-    if home in (paths["purelib"], paths["platlib"]):
-        return dict(os.environ)
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{known}{os.pathsep}{home}" if known else home}

@@ -1,38 +1,52 @@
 """What trainer and writer process say to each other: msgpack in frames over a socket pair, memory by descriptor.
 
     trainer → writer    Open, then per save: Save (with the staging memory), Bytes (with a blob's); Prune
-    writer → trainer    Opened, then per save: Named, Want …, Saved or Failed; Pruned
+    writer → trainer    Hello, Opened, then per save: Named, Want …, Saved or Failed; Pruned
 
-A frame is its length in 8 bytes, little-endian, and so many bytes. Both ends are of one version of ckstore.
+A frame is its length in 8 bytes, little-endian, and so many bytes. Both ends are of one version of ckstore: the trainer
+sends nothing before the writer's `Hello` says so.
 """
 
 from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import struct
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import msgspec
 
-from ckstore.errors import FormatError
+from ckstore.errors import BackendError, CkstoreError, FormatError
 
 MAX_FRAME = 1 << 30
 """Bytes of the largest message: a tree, its order and a table of blobs are below it."""
 _HEADER = struct.Struct("<Q")
 
+T = TypeVar("T")
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The writer has begun, and runs this ckstore."""
+
+    version: str
+
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """The store to open, as the trainer has it open; `nice` is added to the priority of the process."""
+    """The store to open, as the trainer has it open; `nice` is added to the priority of the process.
+
+    `cache` is a path as bytes: one that is no text has no other form.
+    """
 
     url: str
     store: str
     profile: str
-    cache: str
+    cache: bytes
     nice: int = 0
-    bandwidth_limit: int | None = None
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
@@ -50,7 +64,10 @@ class BlobRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, tag=True, frozen=True):
-    """A captured state and what to save beside it. The staging memory of `size` bytes comes with it."""
+    """A captured state and what to save beside it. The staging memory of `size` bytes comes with it.
+
+    `bandwidth_limit` is in bytes a second, as it is now: another opening of the store may have changed it.
+    """
 
     tree: bytes
     order: bytes
@@ -62,6 +79,7 @@ class Save(msgspec.Struct, tag=True, frozen=True):
     meta: bytes
     full: bool
     epoch: int | None
+    bandwidth_limit: int | None = None
 
 
 class Named(msgspec.Struct, tag=True, frozen=True):
@@ -113,6 +131,7 @@ class Prune(msgspec.Struct, tag=True, frozen=True):
     branch: str
     policy: dict[str, Any]
     tidy: bool
+    bandwidth_limit: int | None = None
 
 
 class Pruned(msgspec.Struct, tag=True, frozen=True):
@@ -122,14 +141,22 @@ class Pruned(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWriter = Open | Save | Bytes | Prune
-ToTrainer = Opened | Named | Want | Saved | Failed | Pruned
+ToTrainer = Hello | Opened | Named | Want | Saved | Failed | Pruned
+
+QUIET_SECONDS = 10.0
+"""After so long without a byte whoever waits looks after the other end."""
 
 
 class Channel:
-    """One end of the socket pair. `EOFError` when the other end is gone."""
+    """One end of the socket pair.
 
-    def __init__(self, end: socket.socket) -> None:
+    `EOFError` when the other end is gone; `FormatError` for what is no message of this version; `BackendError` when
+    the system refuses. `on_quiet` is called whenever nothing could be received or sent for `QUIET_SECONDS`.
+    """
+
+    def __init__(self, end: socket.socket, on_quiet: Callable[[], None] | None = None) -> None:
         self._socket = end
+        self._on_quiet = on_quiet
         self._encoder = msgspec.msgpack.Encoder()
         self._to_writer: msgspec.msgpack.Decoder[ToWriter] = msgspec.msgpack.Decoder(ToWriter)
         self._to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
@@ -141,65 +168,103 @@ class Channel:
         if len(data) > MAX_FRAME:
             raise FormatError(f"a message of {len(data)} bytes is over the limit of {MAX_FRAME}")
         header = _HEADER.pack(len(data))
-        with self._sending:
-            try:
-                if fd is None:
-                    self._socket.sendall(header)
-                else:
-                    sent = socket.send_fds(self._socket, [header], [fd])
-                    self._socket.sendall(header[sent:])
-                self._socket.sendall(data)
-            except ConnectionError as error:
-                raise EOFError("the other end is gone") from error
+        with self._sending, _refusals():
+            if fd is not None:
+                self._wait(select.POLLOUT)
+                header = header[socket.send_fds(self._socket, [header], [fd]) :]
+            for piece in (header, data):
+                self._send(memoryview(piece))
 
     def receive_in_writer(self) -> tuple[ToWriter, int | None]:
         """The next message for the writer and the descriptor that came with it, which is the caller's to close."""
         data, fd = self._receive()
-        return self._to_writer.decode(data), fd
+        return _decode(self._to_writer, data), fd
 
     def receive_in_trainer(self) -> ToTrainer:
         """The next message for the trainer."""
         data, fd = self._receive()
         assert fd is None
-        return self._to_trainer.decode(data)
+        return _decode(self._to_trainer, data)
+
+    def finish(self) -> None:
+        """Tell the other end that nothing more will come, and wait until it is gone."""
+        with suppress(EOFError, CkstoreError), _refusals():
+            self._socket.shutdown(socket.SHUT_WR)
+            while True:
+                self._receive()
+        self.close()
 
     def close(self) -> None:
         self._socket.close()
 
+    def _wait(self, event: int) -> None:
+        """Until the socket can be read from or written to; whoever has nobody to look after just waits in the call."""
+        if self._on_quiet is None:
+            return
+        poll = select.poll()
+        poll.register(self._socket, event)
+        while not poll.poll(QUIET_SECONDS * 1000):
+            self._on_quiet()
+
+    def _send(self, piece: memoryview) -> None:
+        flags = socket.MSG_DONTWAIT if self._on_quiet is not None else 0
+        while piece:
+            self._wait(select.POLLOUT)
+            with suppress(BlockingIOError):
+                piece = piece[self._socket.send(piece, flags) :]
+
     def _receive(self) -> tuple[bytearray, int | None]:
-        header, fds = bytearray(), array.array("i")
+        fds = array.array("i")
+        try:
+            with _refusals():
+                (size,) = _HEADER.unpack(self._receive_header(fds))
+                if size > MAX_FRAME:
+                    raise FormatError(f"a message of {size} bytes is over the limit of {MAX_FRAME}")
+                body = bytearray(size)
+                view = memoryview(body)
+                while view:
+                    self._wait(select.POLLIN)
+                    view = view[_some(self._socket.recv_into(view)) :]
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return body, fds[0] if fds else None
+
+    def _receive_header(self, fds: array.array[int]) -> bytearray:
+        header = bytearray()
         while len(header) < _HEADER.size:
-            try:
-                piece, ancillary, _, _ = self._socket.recvmsg(
-                    _HEADER.size - len(header), socket.CMSG_SPACE(fds.itemsize), socket.MSG_CMSG_CLOEXEC
-                )
-            except ConnectionError:
-                piece, ancillary = b"", []
+            self._wait(select.POLLIN)
+            piece, ancillary, _, _ = self._socket.recvmsg(
+                _HEADER.size - len(header), socket.CMSG_SPACE(fds.itemsize), socket.MSG_CMSG_CLOEXEC
+            )
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-            if not piece:
-                self._drop(fds)
-                raise EOFError("the other end is gone")
+            _some(len(piece))
             header += piece
-        (size,) = _HEADER.unpack(header)
-        if size > MAX_FRAME:
-            self._drop(fds)
-            raise FormatError(f"a message of {size} bytes is over the limit of {MAX_FRAME}")
-        body = bytearray(size)
-        view = memoryview(body)
-        while view:
-            try:
-                got = self._socket.recv_into(view)
-            except ConnectionError:
-                got = 0
-            if not got:
-                self._drop(fds)
-                raise EOFError("the other end is gone")
-            view = view[got:]
-        return body, fds[0] if fds else None
+        return header
 
-    @staticmethod
-    def _drop(fds: array.array[int]) -> None:
-        for fd in fds:
-            os.close(fd)
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What the system says about the socket, as what it means to whoever talks over it."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise EOFError("the other end is gone") from error
+    except OSError as error:
+        raise BackendError(f"trainer and writer process cannot talk: {error}", retryable=True) from error
+
+
+def _some(size: int) -> int:
+    if not size:
+        raise EOFError("the other end is gone")
+    return size
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytearray) -> T:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"a message that this version of ckstore does not know: {error}") from error

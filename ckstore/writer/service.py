@@ -22,12 +22,14 @@ from ckstore.ids import SaveName
 from ckstore.opening import open_context
 from ckstore.retention import Retention
 from ckstore.state.capture import Blob, Captured
-from ckstore.writer import errors
+from ckstore.throttle import throttle_of
+from ckstore.writer import errors, sources
 from ckstore.writer.messages import (
     BlobRow,
     Bytes,
     Channel,
     Failed,
+    Hello,
     Named,
     Open,
     Opened,
@@ -41,8 +43,9 @@ from ckstore.writer.messages import (
 
 def serve(end: socket.socket) -> None:
     """Serve the trainer at the other end until it is gone; a save that was handed over whole is finished first."""
-    channel = Channel(end)
-    with suppress(EOFError):
+    with end, suppress(EOFError):
+        channel = Channel(end)
+        channel.send(Hello(sources.VERSION))
         opening, _ = channel.receive_in_writer()
         assert isinstance(opening, Open)
         try:
@@ -56,7 +59,7 @@ def serve(end: socket.socket) -> None:
 
 def _open(opening: Open) -> Context:
     os.nice(opening.nice)  # the kernel derives the priority of its reads and writes from that
-    context = open_context(opening.url, False, opening.profile, opening.cache, 0, opening.bandwidth_limit)
+    context = open_context(opening.url, False, opening.profile, os.fsdecode(opening.cache), 0)
     if context.config.store != opening.store:
         raise FencedError(f"the store that was opened at {opening.url} was removed and another one was made")
     return context
@@ -76,24 +79,31 @@ class Service:
             message, fd = self._channel.receive_in_writer()
             match message:
                 case Save():
-                    assert fd is not None
+                    self._pace(message.bandwidth_limit)
                     self._channel.send(self._save(message, fd))
                 case Prune():
+                    self._pace(message.bandwidth_limit)
                     self._channel.send(self._prune(message))
 
-    def _save(self, message: Save, fd: int) -> Saved | Failed:
+    def _pace(self, rate: int | None) -> None:
+        """Write as fast as the trainer would now."""
+        self._context.throttle = None if rate is None else throttle_of(self._context.config.store, rate)
+
+    def _save(self, message: Save, fd: int | None) -> Saved | Failed:
         request = saver.SaveRequest(
             message.step, message.branch, tuple(message.tags), message.meta, message.full, message.epoch
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
+                if fd is None:  # the system drops descriptors silently that it has no room for
+                    raise BackendError("the writer process has no descriptor left for the state", retryable=True)
                 with _mapped(fd, message.size) as memory:
                     captured = self._captured(message, memory)
                     saved = saver.save(self._context, captured, request, self._tell_name)
             except Exception as error:
-                return Failed(errors.encode(error), [str(one.message) for one in caught])
-        notes = [str(one.message) for one in caught]
+                return Failed(errors.encode(error), _notes(caught))
+        notes = _notes(caught)
         return Saved(saved.record.save, records.encode(saved.record), list(saved.tags), notes)
 
     def _captured(self, message: Save, memory: memoryview) -> Captured:
@@ -132,7 +142,7 @@ class Service:
                 warnings.simplefilter("ignore")  # every look at the store repeats them; the trainer's own shows them
                 prune(self._context, message.branch, Retention.of(message.policy), message.tidy)
         except Exception as error:
-            return Pruned(f"{error}" or type(error).__name__)
+            return Pruned(errors.text_of(error))
         return Pruned(None)
 
 
@@ -142,6 +152,10 @@ def prune(context: Context, branch: str, policy: Retention, tidy: bool) -> None:
     upkeep.prune_store(context, policy, branch)
     if tidy:
         upkeep.collect(context)
+
+
+def _notes(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [errors.escaped(str(one.message)) for one in caught]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckstore.store import Store, open_store
-from ckstore.writer import client
+from ckstore.writer import launch
 from tests.background import directed
 
 CHUNK = 4096
@@ -27,8 +27,8 @@ class Writer:
         os.mkfifo(self.gate)
 
     @property
-    def command(self) -> list[str]:
-        return ["-P", "-m", "tests.background.directed", str(self.script)]
+    def module(self) -> list[str]:
+        return ["tests.background.directed", str(self.script)]
 
     def does(self, *, times: int = 1, **what: Any) -> None:
         """`at` a point of a save (`POINTS`) each of the next `times` writers that gets there does `act`."""
@@ -53,7 +53,7 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
     folder = tmp_path / "writer"
     folder.mkdir()
     found = Writer(folder)
-    monkeypatch.setattr(client, "COMMAND", found.command)
+    monkeypatch.setattr(launch, "MODULE", found.module)
     yield found
     assert found.acted, "the writer never came to the point that this test is about"
 

@@ -91,12 +91,19 @@ def test_a_save_that_no_writer_survives_fails_and_the_next_one_succeeds(
     check(store, [2], noise)
 
 
-def test_a_writer_that_cannot_begin_is_told(
-    store: Store, writer: Writer, noise: Noise, capfd: pytest.CaptureFixture[str]
-) -> None:
-    writer.does(times=client.ATTEMPTS, at="start", act="stop")
-    with pytest.raises(BackendError, match="the last one ended with status 3"):
+def test_a_writer_that_cannot_begin_is_told_at_once(store: Store, writer: Writer, noise: Noise) -> None:
+    writer.does(at="start", act="stop")
+    with pytest.raises(BackendError, match="cannot be started: it ended with status 3 before it") as caught:
         store.save_async({"w": noise(1, 20)}, step=1).wait()
+    assert not caught.value.retryable
+    assert store.save_async({"w": noise(2, 20)}, step=2).wait().step == 2
+
+
+def test_writers_that_are_all_killed_as_they_begin_are_told(store: Store, writer: Writer, noise: Noise) -> None:
+    writer.does(times=client.ATTEMPTS, at="start", act="die")
+    with pytest.raises(BackendError, match="cannot be started: it was ended by SIGKILL before it") as caught:
+        store.save_async({"w": noise(1, 20)}, step=1).wait()
+    assert not caught.value.retryable
     assert store.save_async({"w": noise(2, 20)}, step=2).wait().step == 2
 
 
@@ -114,10 +121,10 @@ TRAINER = """
 import os, signal, sys
 import numpy as np
 import ckstore
-from ckstore.writer import client
+from ckstore.writer import launch
 
 place, cache, script = sys.argv[1:4]
-client.COMMAND = ["-P", "-m", "tests.background.directed", script]
+launch.MODULE = ["tests.background.directed", script]
 
 def noise(seed):
     return np.frombuffer(np.random.default_rng(seed).bytes(20 * 4096), np.uint8).copy()

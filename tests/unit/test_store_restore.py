@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ckstore import layout
+from ckstore import layout, reader, runs
 from ckstore.backend.base import Backend
 from ckstore.backend.fs import OsFs
 from ckstore.backend.local import LocalBackend
@@ -81,6 +83,47 @@ def test_keys_read_only_what_they_need(open_here: Open, noise: Noise) -> None:
     found = store.restore(keys="model/v")
     assert list(found) == ["model"]
     assert np.array_equal(found["model"]["v"], noise(2, 20))
+
+
+class Gated(ReadCounter):
+    """Reads of packs stand still until the gate is open."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def get_into(self, name: str, start: int, view: memoryview) -> None:
+        super().get_into(name, start, view)
+        assert self.gate.wait(60)
+
+
+def test_an_interrupt_ends_a_restore_when_what_was_begun_is_read(
+    open_here: Open, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Gated(MemoryBackend())
+    store = open_here(backend)
+    store.save({"w": noise(1, 100)}, step=1)
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            backend.gate.set()
+            super().shutdown(wait=wait)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "REQUEST", 4096)
+        patch.setattr(reader, "ThreadPoolExecutor", Pool)
+        patch.setattr(reader, "wait", interrupted)
+        backend.gate.clear()
+        backend.read = 0
+        with pytest.raises(KeyboardInterrupt):
+            store.restore()
+    assert backend.read <= reader.WORKERS * 4096
+    assert np.array_equal(store.restore()["w"], noise(1, 100))
 
 
 def test_keys_that_match_nothing_are_named_and_nothing_is_set_aside(store: Store) -> None:

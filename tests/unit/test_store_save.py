@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -402,3 +403,15 @@ def test_a_store_that_was_replaced_takes_no_more_saves(tmp_path: Path) -> None:
     with pytest.raises(CkstoreError):
         old.save({"x": 3}, step=3)
     assert [info.step for info in new.snapshots()] == [1]
+
+
+def test_an_error_that_names_a_file_whose_name_is_no_text(tmp_path: Path, noise: Noise) -> None:
+    place = tmp_path / os.fsdecode(b"st\xff")
+    with open_store(place, create=True, cache_dir=tmp_path / "cache") as store:
+        store.save({"w": noise(1)}, step=1)
+        (place / "manifests").write_bytes(b"")  # in the way of the folder
+        with pytest.raises(BackendError):
+            store.save({"w": noise(2), "many": [str(i) * 9 for i in range(20000)]}, step=2)
+        (place / "manifests").unlink()
+        assert [info.step for info in store.snapshots()] == [1]
+        assert store.save({"w": noise(2)}, step=3).step == 3

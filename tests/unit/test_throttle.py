@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from ckstore.aligned import PAGE
 from ckstore.arguments import bandwidth_of
 from ckstore.errors import InvalidInputError
 from ckstore.ids import SaveName
-from ckstore.pack_writer import PackWriter
+from ckstore.pack_writer import PackWriter, StoppedError
 from ckstore.store import open_store
 from ckstore.throttle import Throttle, TokenBucket, throttle_of
 from tests.unit.test_pack import Storage
@@ -110,6 +112,67 @@ def test_a_pack_is_written_at_the_pace_in_aligned_pieces() -> None:
     assert clock.now == pytest.approx(100 + (ref.size - throttle.grain) / 100_000)
 
 
+def test_whoever_waits_for_a_throttle_can_be_told_not_to() -> None:
+    throttle, stop = Throttle(4096), threading.Event()
+    thread = threading.Thread(target=throttle.wait_for, args=(4096 * 1000, stop))
+    thread.start()
+    stop.set()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+class StoppingThrottle(Throttle):
+    """After two pieces nothing more is wanted."""
+
+    pieces = 0
+
+    def wait_for(self, size: int, stop: threading.Event | None = None) -> None:
+        assert stop is not None
+        self.pieces += 1
+        if self.pieces == 3:
+            stop.set()
+
+
+def test_a_pack_that_is_not_wanted_any_more_ends_before_the_next_piece() -> None:
+    storage, throttle = Storage(), StoppingThrottle(4096)
+    name = layout.pack(SaveName(1, "00000000000000ff"), 0, 0)
+    writer = PackWriter(storage, name, throttle=throttle, stop=threading.Event())
+    for chunk in CHUNKS:
+        add(writer, *chunk)
+    with pytest.raises(StoppedError):
+        writer.finish()
+    assert storage.pieces == [(4096, True)] * 2
+    assert (storage.calls["commit"], storage.calls["abort"]) == (0, 1)
+    assert storage.list("packs/") == []
+
+
+def test_an_interrupt_ends_a_save_that_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, waiting = threading.main_thread().ident, threading.Event()
+    real, waited = Throttle.wait_for, []
+
+    def watched(self: Throttle, size: int, stop: threading.Event | None = None) -> None:
+        waited.append(size)
+        waiting.set()
+        real(self, size, stop)
+
+    def interrupt() -> None:
+        assert main is not None
+        assert waiting.wait(60)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    monkeypatch.setattr(Throttle, "wait_for", watched)
+    state = {"a": np.random.default_rng(1).standard_normal(1 << 20)}
+    with open_store(tmp_path / "s", create=True, cache_dir=tmp_path / "c", bandwidth_limit=8192) as store:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            store.save(state, step=1)  # a thousand seconds
+        thread.join()
+        assert store.snapshots() == []
+    # Each of the workers had begun to wait for one piece, perhaps for another.
+    assert len(waited) < 20
+
+
 def test_a_process_has_one_throttle_for_a_store() -> None:
     first = throttle_of("one", 10_000)
     assert throttle_of("one", 20_000) is first
@@ -119,7 +182,7 @@ def test_a_process_has_one_throttle_for_a_store() -> None:
 
 def test_a_store_opened_with_a_limit_saves_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
-    monkeypatch.setattr(Throttle, "wait_for", lambda self, size: waited.append(size))
+    monkeypatch.setattr(Throttle, "wait_for", lambda self, size, stop=None: waited.append(size))
     with open_store(tmp_path / "s", create=True, cache_dir=tmp_path / "c", bandwidth_limit="1MB/s") as store:
         info = store.save({"a": np.random.default_rng(1).standard_normal(50_000)}, step=1)
     assert 0 < sum(waited) <= info.stored_bytes

@@ -8,10 +8,11 @@ import socket
 import struct
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from ckstore import errors
-from ckstore.errors import FormatError
+from ckstore.errors import BackendError, FormatError
 from ckstore.writer import errors as as_data
 from ckstore.writer import messages
 from ckstore.writer.messages import BlobRow, Channel, Failed, Named, Prune, Save
@@ -94,9 +95,7 @@ def through(error: BaseException, ends: tuple[socket.socket, socket.socket]) -> 
         UnicodeDecodeError("utf-8", b"x", 0, 1, "why"),
     ],
 )
-def test_an_error_comes_through_as_what_it_is(
-    error: BaseException, ends: tuple[socket.socket, socket.socket]
-) -> None:
+def test_an_error_comes_through_as_what_it_is(error: BaseException, ends: tuple[socket.socket, socket.socket]) -> None:
     found = through(error, ends)
     assert (type(found), str(found), vars(found), found.args) == (type(error), str(error), vars(error), error.args)
 
@@ -124,9 +123,65 @@ class OddError(Exception):
 
 
 @pytest.mark.parametrize("error", [OddError(object()), OddError("x"), SystemExit(3)])
-def test_an_error_of_an_unknown_kind_is_named(
-    error: BaseException, ends: tuple[socket.socket, socket.socket]
-) -> None:
+def test_an_error_of_an_unknown_kind_is_named(error: BaseException, ends: tuple[socket.socket, socket.socket]) -> None:
     found = through(error, ends)
     assert type(found) is RuntimeError
     assert str(found).startswith(f"{type(error).__name__}: ")
+
+
+NOT_TEXT = "c\udcff"  # a path as `os.fsdecode` gives it
+
+
+class ShyError(errors.BackendError):
+    def __str__(self) -> str:
+        raise ValueError("cannot be shown")
+
+
+def cyclic() -> list[object]:
+    found: list[object] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (errors.BackendError(f"cannot read {NOT_TEXT}", retryable=True), errors.BackendError, r"cannot read c\udcff"),
+        (OSError(errno.EIO, NOT_TEXT, NOT_TEXT), OSError, r"[Errno 5] c\udcff: 'c\\udcff'"),
+        (errors.CorruptionError("torn", name=NOT_TEXT), errors.CorruptionError, r"c\udcff: torn"),
+        (ValueError(np.float64(2.5), [NOT_TEXT]), ValueError, r"(2.5, ['c\\udcff'])"),
+        (ValueError(2**63), ValueError, str(2**63)),
+        (ValueError(cyclic()), ValueError, "[[...]]"),
+        (ValueError("x" * (as_data._VALUE + 1)), ValueError, "x" * as_data._TEXT),
+        (ValueError(), ValueError, ""),
+        (UnicodeEncodeError("utf-8", NOT_TEXT, 1, 2, "why"), UnicodeEncodeError, ""),
+        (ShyError("x"), RuntimeError, "ShyError: ShyError"),
+        (ExceptionGroup("several", [ValueError("x")]), RuntimeError, "ExceptionGroup: several (1 sub-exception)"),
+        (type(f"Odd{NOT_TEXT[:1]}Error", (ValueError,), {})("x"), RuntimeError, "OddcError: x"),
+    ],
+)
+def test_whatever_an_error_holds_it_comes_through(
+    error: BaseException, kind: type[BaseException], text: str, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    error.add_note(NOT_TEXT)
+    found = through(error, ends)
+    assert type(found) is kind
+    assert text in str(found)
+
+
+def test_what_is_no_message_is_told_as_that(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[0].sendall(struct.pack("<Q", 1) + b"\x01")
+    with pytest.raises(FormatError, match="does not know"):
+        Channel(ends[1]).receive_in_trainer()
+
+
+def test_a_system_that_refuses_is_told_as_an_error_of_the_backend(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+    monkeypatch.setattr(socket, "send_fds", refuse)
+    with pytest.raises(BackendError, match=r"cannot talk: .*Too many references") as caught:
+        Channel(ends[0]).send(SAVE, 0)
+    assert caught.value.retryable
