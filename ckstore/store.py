@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from ckstore import diff as differences
-from ckstore import facts, gc, layout, prune, refs, repack, restorer, saver, upkeep
+from ckstore import facts, gc, layout, prune, refs, repack, restorer, saver, takeover, upkeep
 from ckstore import status as statuses
-from ckstore.announce import EPOCH, PATIENCE_SECONDS, pinned
+from ckstore.announce import PATIENCE_SECONDS, pinned
 from ckstore.arguments import (
     WHEN_BUSY,
     name_of,
@@ -27,15 +27,14 @@ from ckstore.arguments import (
 from ckstore.backend.base import Backend
 from ckstore.background import Background, ThreadRunner, Wishes
 from ckstore.context import Context
-from ckstore.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
+from ckstore.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from ckstore.format import records
-from ckstore.history import newest_epoch, read_decision, read_history, read_tags
+from ckstore.history import read_history, read_tags
 from ckstore.ids import SaveName, check_label
 from ckstore.info import SnapshotInfo, snapshot_infos, state_of
 from ckstore.meta import encode_meta
 from ckstore.opening import open_context
 from ckstore.pending import PendingSave
-from ckstore.process import current_owner
 from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport
 from ckstore.reentry import undisturbed
@@ -406,68 +405,12 @@ class Store:
         """
         self._check_writable()
         name_of("branch", branch)
-        behind: SaveName | None = None
-        lost: ConflictError | None = None
-        for _ in range(64):
-            # The number first: whoever opens an epoch after it was read makes the base be chosen anew.
-            number = newest_epoch(self._context.backend, branch) + 1
-            start = behind or (self._save_name(self._find(base)[1]) if base is not None else self._newest(branch))
-            # A prune that does not know of the epoch yet must not remove what it goes on from.
-            with pinned(self._context.backend, f"{EPOCH}{branch}", [start] if start else []) as marks:
-                gone = marks.removed | marks.condemned.keys()
-                if start is not None and base is not None:
-                    refuse_removed(start, gone)
-                elif start in gone and (behind or start != self._newest(branch)):
-                    behind = None
-                    continue
-                if not self._try_epoch(branch, number, start):
-                    behind = None
-                    continue
-                removed, behind = self._meanwhile(branch, number, start)
-                if removed and (base is not None or behind is None):
-                    what = f"epoch {number} of {branch} is open, but what it goes on from was removed meanwhile"
-                    lost, base = ConflictError(what), None
-                if base is None and behind is not None:
-                    continue
-                if lost is not None:
-                    raise lost
-                with self._lock:
-                    self._epochs[branch] = number
-                return number
-        raise ConflictError(f"other runs keep taking over branch {branch}; see which of them should stop")
-
-    def _try_epoch(self, branch: str, number: int, start: SaveName | None) -> bool:
-        """Open epoch `number`, going on from `start`; False if another run took its number."""
-        record = records.Epoch(
-            branch=branch,
-            number=number,
-            base=str(start) if start else None,
-            base_epoch=self._epoch_of(start) if start else -1,
-            owner=current_owner(),
+        number = takeover.open_epoch(
+            self._context, branch, None if base is None else lambda: self._save_name(self._find(base)[1])
         )
-        return self._context.backend.put_if_absent(layout.epoch(branch, number), records.encode(record))
-
-    def _meanwhile(self, branch: str, number: int, start: SaveName | None) -> tuple[bool, SaveName | None]:
-        """Whether `start` was removed before epoch `number` was opened; and the newest that older runs saved since.
-
-        That must not be left behind: it was acknowledged, and `start` may be gone because it was there.
-        """
-        history = read_history(self._context)
-        superseded = history.epochs(branch).newest > number
-        if start is not None and start not in history.marks.removed:
-            # Who condemned it saw the pin and spares it, or died; until that is over it would not be `latest`.
-            for nonce in history.marks.condemned.get(start, ()):
-                self._context.backend.delete(layout.mark(start, f"condemned-{nonce}"))
-        return start in history.marks.removed, None if superseded else history.left_behind(branch, number)
-
-    def _newest(self, branch: str) -> SaveName | None:
-        found = next(read_history(self._context).candidates(branch), None)
-        return found[0] if found else None
-
-    def _epoch_of(self, save: SaveName) -> int:
-        decision = read_decision(self._context, save)
-        assert isinstance(decision, records.Commit)
-        return decision.epoch
+        with self._lock:
+            self._epochs[branch] = number
+        return number
 
     def _find(self, ref: str | int) -> tuple[records.Commit, SnapshotInfo]:
         history = read_history(self._context)

@@ -1,16 +1,20 @@
 """Bytes into a file, past the page cache (O_DIRECT) where the filesystem gives it and the memory allows it.
 
 The cache costs a copy and halves what a disk can do. A direct write wants memory, offset and length in whole pages.
-Whatever is not so goes through the cache, and so does the rest of that file. Neither is durable before an fsync.
+Whatever is not so goes through the cache, and so does the rest of that file: there the disk is made to begin while more
+is still to come, instead of at the fsync. Neither is durable before that.
 """
 
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 
 from ckstore.aligned import PAGE, is_aligned
 from ckstore.backend.fs import Fs
 
+_BEHIND = 8 << 20
+"""Bytes in the page cache that are worth a request of their own."""
 NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 """What a filesystem says that gives no direct writes: when asked for them, or at the first one."""
 
@@ -32,6 +36,7 @@ class FileWriter:
         self._direct = direct
         self._is_direct = False
         self._may_begin = direct is not None and not direct.refused
+        self._behind = 0
         self.size = 0
 
     def append(self, piece: memoryview) -> None:
@@ -53,7 +58,16 @@ class FileWriter:
                 if self._direct is not None and not self.size:
                     self._direct.refused = True
                 self._end_direct()
-        return self._fs.write(self._fd, piece, self.size)
+        taken = self._fs.write(self._fd, piece, self.size)
+        self._write_behind(self.size + taken)
+        return taken
+
+    def _write_behind(self, end: int) -> None:
+        """Have the disk begin with what stands in the cache, when there is enough of it."""
+        if end - self._behind >= _BEHIND:
+            with suppress(OSError):  # it is a hint
+                self._fs.write_behind(self._fd, self._behind, end - self._behind)
+            self._behind = end
 
     def _wants_direct(self, piece: memoryview) -> bool:
         """Whether the beginning of `piece` is to be written directly; from the first that is not, none is."""
@@ -79,4 +93,5 @@ class FileWriter:
     def _end_direct(self) -> None:
         if self._is_direct:
             self._is_direct = False
+            self._behind = self.size
             self._fs.set_direct(self._fd, False)

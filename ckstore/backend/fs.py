@@ -58,6 +58,9 @@ class Fs(Protocol):
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         """Write at `offset`; returns how many bytes were taken, which may be fewer."""
 
+    def write_behind(self, fd: int, offset: int, size: int) -> None:
+        """A hint: begin now to bring these bytes from the page cache to the disk, and forget them when that is done."""
+
     def preallocate(self, fd: int, size: int) -> None:
         """Reserve space for `size` bytes; the file is then that long."""
 
@@ -112,6 +115,10 @@ class OsFs:
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         return os.pwrite(fd, data, offset)
+
+    def write_behind(self, fd: int, offset: int, size: int) -> None:
+        # Linux starts writing what is dirty before it drops what is clean; it does not wait.
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def preallocate(self, fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
@@ -180,6 +187,9 @@ class FsWrapper:
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         return self._call("write", self.inner.write, fd, data, offset)
+
+    def write_behind(self, fd: int, offset: int, size: int) -> None:
+        self._call("write_behind", self.inner.write_behind, fd, offset, size)
 
     def preallocate(self, fd: int, size: int) -> None:
         self._call("preallocate", self.inner.preallocate, fd, size)

@@ -192,6 +192,9 @@ class SimFs:
         self.log.append(Operation("write", entry.path, entry.inode, offset=offset, data=bytes(data)))
         return len(data)
 
+    def write_behind(self, fd: int, offset: int, size: int) -> None:
+        pass
+
     @_locked
     def preallocate(self, fd: int, size: int) -> None:
         entry = self._writable(fd)

@@ -251,7 +251,7 @@ RULES = (
         "history:History.is_fenced", ("return ceiling is not None and order_of(commit) > ceiling", "return False")),
         budget=1500),
     _rule("what an epoch goes on from is pinned", "going back", _edit(
-        "store:Store.open_epoch", ("[start] if start else []", "[]"))),
+        "takeover:open_epoch", ("[start] if start else []", "[]"))),
     _rule("a pin is published, then facts are read", "going back", _edit(
         "announce:pinned",
         ("    renewal = None\n", "    renewal = None\n    marks = read_marks_about(backend, snapshots)\n"),

@@ -104,7 +104,7 @@ class _Inline:
             done.set_exception(error)
         return done
 
-    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         pass
 
 

@@ -256,3 +256,34 @@ def test_direct_can_be_switched_on_and_off(tmp_path: Path, make: Callable[[], Fs
     fd = fs.open(f"{root}/a")
     assert fs.read(fd, 1 << 20, 0) == WHOLE[:8192] + WHOLE[1:4097]
     fs.close(fd)
+
+
+# what goes through the cache
+
+
+def test_the_disk_begins_while_more_is_to_come() -> None:
+    """Where nothing is written directly, each 8 MiB are a request; what fails of it is no error."""
+    fs = FaultyFs(SimFs(direct=False), Fault("write_behind", 2, refusal(errno.EINVAL)))
+    stream = on(fs).put_stream("things/a", 0)
+    for _ in range(33):
+        stream.append(PAGES)
+    stream.commit()
+    assert fs.faults.counts["write_behind"] == 4
+    assert on(fs.inner).get("things/a", limit=64 << 20) == WHOLE * 33
+
+
+def test_the_end_of_a_file_that_was_written_directly_is_not_worth_it() -> None:
+    fs = FaultyFs(SimFs())
+    assert put(on(fs), *[PAGES] * 3, PAGES[:8200]) == WHOLE * 3 + WHOLE[:8200]
+    assert fs.faults.counts["write_behind"] == 0
+
+
+def test_it_is_done_on_a_real_file(tmp_path: Path) -> None:
+    fs = FaultyFs(OsFs(), Fault("set_direct", 1, refusal(errno.EINVAL)))
+    backend = LocalBackend(str(tmp_path), fs=fs)
+    stream = backend.put_stream("things/a", 0)
+    for _ in range(17):
+        stream.append(PAGES)
+    stream.commit()
+    assert backend.get("things/a", limit=32 << 20) == WHOLE * 17
+    assert fs.faults.counts["write_behind"] == 2
