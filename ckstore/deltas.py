@@ -1,17 +1,18 @@
 """Which chunks are kept as the difference from a chunk of the parent snapshot, their base (SPEC §6, §8).
 
 A base is the chunk at the same place: in the blob of the same path, at the same index, of the same plain size. It must
-be one that the save may build on, and at a depth below the profile's bound, so that a restore undoes few deltas. A
-base that cannot be read means that the chunk is kept whole, never an error of the save.
+be one that the save may build on, and at a depth below the profile's bound, so that a restore undoes few deltas. Its
+bytes are taken from memory if somebody still has them there, else read from the store. A base that cannot be read means
+that the chunk is kept whole, never an error of the save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckstore import codec
+from ckstore import aligned, codec
 from ckstore.codec import Choice, Encoded, delta
 from ckstore.codec.choose import sample_of
 from ckstore.codec.scratch import scratch
@@ -31,8 +32,16 @@ from ckstore.state.describe import blob_paths
 LEAST_GAIN = 0.05
 """The share of the size of the chunk kept whole that a delta must save: it costs every restore another read."""
 
-PlainOf = Callable[[bytes], memoryview | None]
-"""The plain bytes of a chunk that somebody still holds in memory, or None; they are checked before they are used."""
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The plain bytes of the snapshot `save`, blob by blob, as somebody may still have them in memory.
+
+    They may be changing: they are copied, and the copy is checked, before they are used.
+    """
+
+    save: SaveName
+    blobs: Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class Deltas:
     """The deltas of one save. Threads may share it."""
 
     def __init__(
-        self, context: Context, known: Known, parent: Manifest, captured: Captured, plain_of: PlainOf | None = None
+        self, context: Context, known: Known, parent: Manifest, captured: Captured, held: Held | None = None
     ) -> None:
         sizes = tuple(blob.nbytes for blob in captured.blobs)
         ours = blob_paths(trees.decode(captured.tree, sizes))
@@ -59,7 +68,7 @@ class Deltas:
         self._parent = parent
         self._rows = parent.chunks_of_blob()
         self._twins = {blob: theirs[path] for blob, path in ours.items() if path in theirs}
-        self._plain_of = plain_of
+        self._held = held.blobs if held is not None and held.save == parent.save else ()
         self._depth = min(context.profile.delta_depth, MAX_DEPTH)
 
     def encode(self, spot: Spot, plain: memoryview, chunk: bytes, whole: Choice) -> tuple[Encoded, Base] | None:
@@ -67,7 +76,7 @@ class Deltas:
         base = self._base_of(spot, len(plain))
         if base is None or base.id == chunk:
             return None
-        held = plain_of_base(self._context, base, len(plain), self._plain_of)
+        held = plain_of_base(self._context, base, len(plain), self._in_memory(spot, len(plain)))
         if held is None:
             return None
         param = delta.param_for(spot.kind, spot.itemsize)
@@ -81,6 +90,11 @@ class Deltas:
             return None
         return encoded, base
 
+    def _in_memory(self, spot: Spot, size: int) -> memoryview | None:
+        """What is held of the base at that spot; nobody says that it is the base."""
+        blob, start = self._twins[spot.blob], spot.index * self._parent.chunk_size
+        return self._held[blob][start : start + size] if blob < len(self._held) else None
+
     def _base_of(self, spot: Spot, size: int) -> Base | None:
         blob = self._twins.get(spot.blob)
         if blob is None or spot.index >= len(self._rows[blob]) or self._parent.plain_size(blob, spot.index) != size:
@@ -91,12 +105,16 @@ class Deltas:
         return None if place is None or place.depth >= self._depth else Base(chunk, place)
 
 
-def plain_of_base(context: Context, base: Base, size: int, held_by: PlainOf | None) -> memoryview | None:
-    """The plain bytes of `base`, verified; None if they cannot be had. Valid until this thread asks again."""
-    held = held_by(base.id) if held_by is not None else None
-    if held is not None and len(held) == size and digest(held) == base.id:
-        return held
+def plain_of_base(context: Context, base: Base, size: int, held: memoryview | None) -> memoryview | None:
+    """The plain bytes of `base`, verified; None if they cannot be had. Valid until this thread asks again.
+
+    `held` may be they, or anything.
+    """
     out = scratch("base", size)
+    if held is not None and len(held) == size:
+        aligned.copy(held, out)  # whoever holds them may write there at any time
+        if digest(out) == base.id:
+            return out
     with suppress(CkstoreError):
         read_frame(context.backend, base.place, base.id, out)
         return out
@@ -115,7 +133,7 @@ def _gives(encoded: Encoded, base: Base, held: memoryview, plain: memoryview) ->
 
 
 def deltas_from(
-    context: Context, known: Known, parent: SaveName, captured: Captured, plain_of: PlainOf | None = None
+    context: Context, known: Known, parent: SaveName, captured: Captured, held: Held | None = None
 ) -> Deltas | None:
     """The deltas of a save of `captured` from the snapshot `parent`; None if that cannot be read as a base."""
     if not context.profile.delta_depth:
@@ -125,6 +143,6 @@ def deltas_from(
         if not isinstance(commit, Commit) or len(commit.manifests) != 1:
             return None
         manifest = read_manifest(context, parent, commit.manifests[0])
-        return Deltas(context, known, manifest, captured, plain_of)
+        return Deltas(context, known, manifest, captured, held)
     except CkstoreError:
         return None  # a damaged parent is only a lost chance to save space

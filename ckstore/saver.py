@@ -13,7 +13,7 @@ from ckstore.announce import announced
 from ckstore.chunk_writer import ChunkWriter
 from ckstore.commit import check_epoch, check_same_store, commit, discard, given_up, is_aborted
 from ckstore.context import Context
-from ckstore.deltas import Deltas, deltas_from
+from ckstore.deltas import Deltas, Held, deltas_from
 from ckstore.errors import CkstoreError, ConflictError, NotFoundError
 from ckstore.format import manifest, records
 from ckstore.format.chunks import ChunkTable, Ids, Places, table_of
@@ -53,12 +53,17 @@ class Saved:
 
 
 def save(
-    context: Context, captured: Captured, request: SaveRequest, named: Callable[[SaveName], None] = lambda _: None
+    context: Context,
+    captured: Captured,
+    request: SaveRequest,
+    named: Callable[[SaveName], None] = lambda _: None,
+    held: Held | None = None,
 ) -> Saved:
     """Write a snapshot; when this returns it is durable. On any error nothing of it remains visible.
 
-    A tag that cannot be set is no error but a warning: the snapshot stands. `named` is told the name that the save has
-    taken, before anything is written under it: whoever outlives this process can ask `settle` what became of it.
+    `held` is what may still be in memory of the snapshot before. A tag that cannot be set is no error but a warning:
+    the snapshot stands. `named` is told the name that the save has taken, before anything is written under it: whoever
+    outlives this process can ask `settle` what became of it.
     """
     started = context.monotonic()
     check_same_store(context)  # and again at the commit
@@ -76,7 +81,7 @@ def save(
             known = Known(context, parents, under.marks)
             try:
                 named(name)
-                deltas = deltas_from(context, known, parents[0], captured) if parents else None
+                deltas = deltas_from(context, known, parents[0], captured, held) if parents else None
                 record, chunks = _write(context, captured, request, announcement, known, deltas, started)
                 known.check_still_there(pack.name for pack in record.packs if layout.save_of_pack(pack.name) != name)
                 check_epoch(context, request.branch, announcement.epoch)

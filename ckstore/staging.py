@@ -70,29 +70,56 @@ class Areas:
         self.most = most
         self._idle: list[Area] = []
         self._lent: list[Area] = []
+        self._held: list[Area] = []
 
     @property
     def total(self) -> int:
         """Bytes of all areas."""
-        return sum(area.size for area in self._idle + self._lent)
+        return sum(area.size for area in self._idle) + self._taken
 
     def may_lend(self, size: int) -> bool:
         """Whether an area of `size` can be had now."""
-        return len(self._lent) < self.most and size + sum(area.size for area in self._lent) <= self.limit
+        return len(self._lent) < self.most and size + self._taken <= self.limit
 
-    def lend(self, size: int) -> Area:
-        """An area of at least `size` bytes, of which `may_lend` was sure; `OSError` when memory is short after all."""
-        for area in self._idle:
-            if area.size >= size:
-                self._idle.remove(area)
-                break
+    @property
+    def _taken(self) -> int:
+        return sum(area.size for area in self._lent + self._held)
+
+    def lend(self, size: int, sparing: Area | None = None) -> Area:
+        """An area of at least `size` bytes, of which `may_lend` was sure; `OSError` when memory is short after all.
+
+        The idle area `sparing` is left as it is if there is room for another one beside it.
+        """
+        wanted = -(-max(int(size * _GROWTH), PAGE) // PAGE) * PAGE
+        fitting = [area for area in self._idle if area.size >= size]
+        fitting.sort(key=lambda area: area is sparing)
+        spares = sparing in self._idle and sparing.size + self._taken + wanted <= self.limit
+        if fitting and not (fitting[0] is sparing and spares):
+            area = fitting[0]
+            self._idle.remove(area)
         else:
-            # What is too small goes first, so that old and new are never there together.
-            self.clear()
-            room = self.limit - sum(area.size for area in self._lent)
-            area = Area(min(max(int(size * _GROWTH), PAGE), max(room // PAGE * PAGE, size)))
+            # What is not needed goes first, so that old and new are never there together.
+            self.clear(sparing if spares else None)
+            room = self.limit - self.total
+            area = Area(min(wanted, max(room // PAGE * PAGE, size)))
         self._lent.append(area)
         return area
+
+    def hold(self, area: Area, beside: int = 0) -> bool:
+        """Leave an idle area as it is until `let_go`, if there is room for `beside` bytes more; whether it is held.
+
+        One that was lent anew, or given back, is not.
+        """
+        held = area in self._idle and area.size + self._taken + beside <= self.limit
+        if held:
+            self._idle.remove(area)
+            self._held.append(area)
+        return held
+
+    def let_go(self, area: Area) -> None:
+        """An area that was held is idle again."""
+        self._held.remove(area)
+        self._idle.append(area)
 
     def take_back(self, area: Area) -> None:
         self._lent.remove(area)
@@ -105,14 +132,15 @@ class Areas:
 
     def abandon(self) -> None:
         """In a fork: let go of the parent's memory, so that it is freed when the parent frees it."""
-        for area in self._idle + self._lent:
+        for area in self._idle + self._lent + self._held:
             area.close(pinned=False)
-        self._idle, self._lent = [], []
+        self._idle, self._lent, self._held = [], [], []
 
-    def clear(self) -> None:
-        """Give back the memory of all areas that are not lent."""
-        while self._idle:
-            self._idle.pop().close()
+    def clear(self, sparing: Area | None = None) -> None:
+        """Give back the memory of all areas that are not lent, but for `sparing`."""
+        for area in [area for area in self._idle if area is not sparing]:
+            self._idle.remove(area)
+            area.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ from typing import Any
 from ckstore import staging
 from ckstore.background.runner import Runner
 from ckstore.errors import BackendError, InvalidInputError
+from ckstore.ids import SaveName
 from ckstore.info import SnapshotInfo
 from ckstore.latch import Latch
 from ckstore.pending import PendingSave
 from ckstore.staging import Areas
-from ckstore.writer.job import Job
+from ckstore.writer.job import Before, Job
 
 _log = logging.getLogger("ckstore")
 
@@ -72,8 +73,11 @@ class Hold:
 class Clerk:
     """Only `post`, `claim`, `start` and what is read by `jobs` and `unsettled` are for other threads."""
 
-    def __init__(self, areas: Areas, runner: Runner, when_ended: Callable[[], None]) -> None:
-        """`when_ended` is called at the end if there is nothing left to tell anybody."""
+    def __init__(self, areas: Areas, runner: Runner, keeps_bases: bool, when_ended: Callable[[], None]) -> None:
+        """With `keeps_bases` the memory of the last snapshot is left as it is while there is room for more.
+
+        `when_ended` is called at the end if there is nothing left to tell anybody.
+        """
         self.jobs: dict[int, Job] = {}
         """Saves that were begun and are not over, by `id`."""
         self.unsettled: deque[PendingSave] = deque()
@@ -82,6 +86,7 @@ class Clerk:
         self.started = False
         self._areas = areas
         self._runner = runner
+        self._keeps_bases = keeps_bases
         self._when_ended = when_ended
         self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         self._at_work = threading.Lock()
@@ -89,6 +94,7 @@ class Clerk:
         self._lent: set[int] = set()
         self._queued: Job | None = None
         self._running: Job | None = None
+        self._before: Before | None = None
         self._pruning = False
         self._closing = False
         self._ending = False
@@ -192,6 +198,9 @@ class Clerk:
         """A save is decided; None: it had been given up. First the memory, then the word."""
         self._running = None
         self._pruning = prunes
+        self._let_go(job)
+        if self._keeps_bases and isinstance(outcome, SnapshotInfo):
+            self._before = job.as_before(SaveName(outcome.order[1], outcome.order[2]))
         self._release(job)
         if isinstance(outcome, BaseException):
             job.pending.fail(outcome)
@@ -271,7 +280,11 @@ class Clerk:
         if not (is_idle or may_queue) or not self._areas.may_lend(size):
             return None
         try:
-            job.area = self._areas.lend(size)
+            before = self._before
+            job.area = self._areas.lend(size, sparing=before.area if before else None)
+            # One that replaces it must not have to wait for the memory of a base.
+            beside = size if claim.when_busy == "replace" else 0
+            job.before = before if before and self._areas.hold(before.area, beside) else None
         except OSError as error:
             job.pending.copied()
             self._forget(job)
@@ -290,6 +303,12 @@ class Clerk:
             self._works = True
         self._work.put(job)
 
+    def _let_go(self, job: Job) -> None:
+        """Nobody reads the memory of the snapshot before for this save any more."""
+        before, job.before = job.before, None
+        if before is not None:
+            self._areas.let_go(before.area)
+
     def _release(self, job: Job) -> None:
         """Take the staging memory of a save back, once it is neither copied to nor read."""
         if not job.released and job.pending.is_copied():
@@ -298,6 +317,7 @@ class Clerk:
 
     def _forget(self, job: Job) -> None:
         """Nothing more is done for a save."""
+        self._let_go(job)
         self.jobs.pop(id(job), None)
         job.streamed.set()
         job.over.set()

@@ -41,7 +41,7 @@ class ThreadRunner:
         self._context = context
 
     def save(self, job: Job) -> tuple[Saved, list[str]]:
-        return saver.save(self._context, job.staged(), job.request), []
+        return saver.save(self._context, job.staged(), job.request, held=job.held()), []
 
     def prune(self, branch: str, policy: Retention, tidy: bool) -> str | None:
         try:

@@ -51,7 +51,8 @@ class Background:
         self._context = context
         self._runner = runner
         self._areas = Areas(staging.default_limit() if limit is None else limit)
-        self._clerk = Clerk(self._areas, runner, lambda: exit.unwatch(self))
+        keeps_bases = context.profile.delta_depth > 0
+        self._clerk = Clerk(self._areas, runner, keeps_bases, lambda: exit.unwatch(self))
         self._copying: dict[int, PendingSave] = {}
         exit.watch(self)
 

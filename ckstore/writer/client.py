@@ -87,6 +87,9 @@ class WriterClient:
         """Send a save and whatever is asked for; the last answer. `names` gets each name that the save takes."""
         job.to_stream = job.layout.missing()
         channel = self._connected()
+        if (before := job.before) is not None:
+            size, spans = before.area.size, (list(before.offsets), list(before.sizes))
+            channel.send(messages.Before(str(before.save), size, *spans), before.area.fd)
         channel.send(_message(job, self._rate()), job.area.fd)
         while True:
             answer = channel.receive_in_trainer()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ckstore.deltas import Held
+from ckstore.ids import SaveName
 from ckstore.latch import Latch
 from ckstore.pending import PendingSave
 from ckstore.retention import Retention
@@ -12,6 +14,16 @@ from ckstore.saver import SaveRequest
 from ckstore.staging import Area, Layout
 from ckstore.state.capture import Blob, Captured
 from ckstore.state.views import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The staging memory that the snapshot `save` was written from, where each of its blobs stands, and their sizes."""
+
+    save: SaveName
+    area: Area
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -28,6 +40,8 @@ class Job:
     keep: Retention | None = None
     tidy: bool = False
     area: Area = field(init=False)
+    before: Before | None = None
+    """Where bases may be taken from, if it is still as it was."""
     over: Latch = field(default_factory=Latch)
     """Set when nothing more is done for it: it is decided, and the pruning after it is done."""
     streamed: Latch = field(default_factory=Latch)
@@ -52,6 +66,20 @@ class Job:
             for i, blob in enumerate(self.captured.blobs)
         ]
         return Captured(self.captured.tree, self.captured.order, tuple(blobs))
+
+    def as_before(self, save: SaveName) -> Before | None:
+        """For the next job, when this one was saved under that name; None if not all of it was staged."""
+        offsets = tuple(offset for offset in self.layout.offsets if offset is not None)
+        sizes = tuple(blob.nbytes for blob in self.captured.blobs)
+        return Before(save, self.area, offsets, sizes) if self.layout.is_whole else None
+
+    def held(self) -> Held | None:
+        """The plain bytes of the snapshot before, for bases."""
+        before = self.before
+        if before is None:
+            return None
+        spans = zip(before.offsets, before.sizes, strict=True)
+        return Held(before.save, [_read_only(before.area.memory[start : start + size]) for start, size in spans])
 
     def handed_over(self, blob: int) -> None:
         """The writer has the bytes of this blob, which is not staged."""

@@ -1,6 +1,7 @@
 """What trainer and writer process say to each other: msgpack in frames over a socket pair, memory by descriptor.
 
-    trainer → writer    Open, then per save: Save (with the staging memory), Bytes (with a blob's); Prune
+    trainer → writer    Open, then per save: Before (with the memory of the snapshot before, for bases),
+                        Save (with the staging memory), Bytes (with a blob's); Prune
     writer → trainer    Hello, Opened, then per save: Named, Want …, Saved or Failed; Pruned
 
 A frame is its length in 8 bytes, little-endian, and so many bytes. Both ends are of one version of ckstore: the trainer
@@ -61,6 +62,18 @@ class BlobRow(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     path: str
     offset: int | None
+
+
+class Before(msgspec.Struct, tag=True, frozen=True):
+    """The snapshot `save` was written from the memory that comes with it: bases of the next may be taken from there.
+
+    `offsets` and `sizes` are those of its blobs. Whatever is taken from there is checked, as it may have changed.
+    """
+
+    save: str
+    size: int
+    offsets: list[int]
+    sizes: list[int]
 
 
 class Save(msgspec.Struct, tag=True, frozen=True):
@@ -140,7 +153,7 @@ class Pruned(msgspec.Struct, tag=True, frozen=True):
     error: str | None
 
 
-ToWriter = Open | Save | Bytes | Prune
+ToWriter = Open | Before | Save | Bytes | Prune
 ToTrainer = Hello | Opened | Named | Want | Saved | Failed | Pruned
 
 QUIET_SECONDS = 10.0

@@ -8,7 +8,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from ckstore import saver, upkeep
 from ckstore.commit import check_same_store
 from ckstore.context import Context
+from ckstore.deltas import Held
 from ckstore.errors import BackendError, FencedError
 from ckstore.format import records
 from ckstore.ids import SaveName
@@ -25,6 +26,7 @@ from ckstore.state.capture import Blob, Captured
 from ckstore.throttle import throttle_of
 from ckstore.writer import errors, sources
 from ckstore.writer.messages import (
+    Before,
     BlobRow,
     Bytes,
     Channel,
@@ -75,12 +77,17 @@ class Service:
 
     def run(self) -> None:
         """Until `EOFError`."""
+        before: tuple[Before, int] | None = None
         while True:
             message, fd = self._channel.receive_in_writer()
             match message:
+                case Before():
+                    before = (message, fd) if fd is not None else None
                 case Save():
                     self._pace(message.bandwidth_limit)
-                    self._channel.send(self._save(message, fd))
+                    with _held(before) as held:
+                        self._channel.send(self._save(message, fd, held))
+                    before = held = None  # memory that was mapped goes with the last that refers to it
                 case Prune():
                     self._pace(message.bandwidth_limit)
                     self._channel.send(self._prune(message))
@@ -89,7 +96,7 @@ class Service:
         """Write as fast as the trainer would now."""
         self._context.throttle = None if rate is None else throttle_of(self._context.config.store, rate)
 
-    def _save(self, message: Save, fd: int | None) -> Saved | Failed:
+    def _save(self, message: Save, fd: int | None, held: Held | None) -> Saved | Failed:
         request = saver.SaveRequest(
             message.step, message.branch, tuple(message.tags), message.meta, message.full, message.epoch
         )
@@ -100,7 +107,7 @@ class Service:
                     raise BackendError("the writer process has no descriptor left for the state", retryable=True)
                 with _mapped(fd, message.size) as memory:
                     captured = self._captured(message, memory)
-                    saved = saver.save(self._context, captured, request, self._tell_name)
+                    saved = saver.save(self._context, captured, request, self._tell_name, held)
             except Exception as error:
                 return Failed(errors.encode(error), _notes(caught))
         notes = _notes(caught)
@@ -170,6 +177,23 @@ def _mapped(fd: int, size: int) -> Iterator[memoryview]:
     finally:
         with suppress(BufferError):  # an error that is being handled still refers to it: freed with that
             mapped.close()
+
+
+@contextmanager
+def _held(before: tuple[Before, int] | None) -> Iterator[Held | None]:
+    """What the memory of the snapshot before holds, for bases."""
+    if before is None:
+        yield None
+        return
+    message, fd = before
+    with ExitStack() as mapped:
+        try:
+            memory = mapped.enter_context(_mapped(fd, message.size))
+            spans = zip(message.offsets, message.sizes, strict=True)
+            held = Held(SaveName.parse(message.save), [_slice(memory, start, size) for start, size in spans])
+        except (OSError, ValueError):  # then they are read from the store
+            held = None
+        yield held
 
 
 def _slice(memory: memoryview, start: int, size: int) -> memoryview:

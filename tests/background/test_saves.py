@@ -31,7 +31,7 @@ from ckstore.errors import (
     UnsupportedTypeError,
 )
 from ckstore.store import Store
-from ckstore.testing.faults import Fault, FaultyBackend
+from ckstore.testing.faults import CountingBackend, Fault, FaultyBackend
 from tests.background.conftest import CHUNK, Writer
 
 Noise = Callable[..., np.ndarray]
@@ -474,3 +474,63 @@ def test_a_state_that_grows_and_shrinks_takes_no_more_than_its_largest(store: St
         assert np.array_equal(store.restore(step)["w"], noise(step, chunks))
     areas = store._background._areas  # type: ignore[union-attr]
     assert areas.total <= 1.2 * 100 * CHUNK
+
+
+# ---- bases from memory
+
+
+def moved(step: int) -> np.ndarray:
+    """Weights that differ little from one step to the next."""
+    lots = np.random.default_rng(7)
+    start, slope = lots.standard_normal(40_000), lots.standard_normal(40_000) * 1e-4
+    return (start + step * slope).astype(np.float32)
+
+
+@pytest.mark.parametrize(("limit", "reads"), [(1 << 30, False), (50 * CHUNK, True)], ids=["room", "no room"])
+def test_bases_are_taken_from_memory_where_there_is_room(open_here: Open, limit: int, reads: bool) -> None:
+    backend = CountingBackend(MemoryBackend())
+    store = open_here(backend, profile="compact", staging_limit=limit)
+    for step in range(1, 4):
+        backend.faults.calls.clear()
+        store.save_async({"w": moved(step)}, step=step).wait()
+        read = [name for verb, name in backend.faults.calls if verb == "get_into"]
+        assert bool(read) == (reads and step > 1)
+    for step in range(1, 4):
+        assert np.array_equal(store.restore(step)["w"], moved(step))
+    assert store.resolve(3).stored_bytes < store.resolve(1).stored_bytes * 0.8
+    assert store.verify().ok
+
+
+def test_the_writer_gets_the_bases_by_descriptor(open_here: Open, writer: Writer, place: Path) -> None:
+    """While it stands still the packs go away: it can read no base, and needs none."""
+    store = open_here(profile="compact")
+    store.save_async({"w": moved(1), "n": [1]}, step=1).wait()
+    first = store.resolve(1)
+    store.save_async({"w": moved(2), "n": [2]}, step=2, full=True).wait()
+    writer.waits("received")
+    third = store.save_async({"w": moved(3), "n": [3]}, step=3)
+    hidden = [path.rename(path.with_suffix(".gone")) for path in place.glob("packs/*/0-0")]
+    sizes = [path.stat().st_size for path in hidden]
+    for path, size in zip(hidden, sizes, strict=True):  # of the right length, and nothing in them
+        path.with_suffix("").write_bytes(bytes(size))
+    writer.go_on()
+    info = third.wait()
+    for path in hidden:
+        path.rename(path.with_suffix(""))
+    assert info.stored_bytes < first.stored_bytes * 0.8
+    assert np.array_equal(store.restore(3)["w"], moved(3))
+    assert store.verify().ok
+
+
+def test_memory_that_a_replacement_needs_is_not_kept_for_bases(open_here: Open, writer: Writer) -> None:
+    store = open_here(profile="compact", staging_limit=130 * CHUNK)  # three areas do not fit
+    store.save_async({"w": moved(1)}, step=1, when_busy="replace").wait()
+    writer.waits("received")
+    second = store.save_async({"w": moved(2)}, step=2, when_busy="replace")
+    third = store.save_async({"w": moved(3)}, step=3, when_busy="replace")  # does not wait
+    assert not second.done()
+    writer.go_on()
+    second.wait()
+    third.wait()
+    for step in range(1, 4):
+        assert np.array_equal(store.restore(step)["w"], moved(step))

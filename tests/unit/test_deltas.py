@@ -377,10 +377,10 @@ def test_a_base_that_is_still_in_memory_is_not_read(open_here: Open, tmp_path: P
     held = {chunk: plain[i * 4096 : (i + 1) * 4096] for i, chunk in enumerate(table.ids)}
     base = Base(table.ids[1], table.locations[1])
     backend.faults.calls.clear()
-    assert plain_of_base(store._context, base, 4096, held.get) == held[base.id]
+    assert plain_of_base(store._context, base, 4096, held[base.id]) == held[base.id]
     assert backend.faults.calls == []
     held[base.id] = memoryview(bytes(4096))  # it was changed meanwhile
-    assert plain_of_base(store._context, base, 4096, held.get) == plain[4096:8192]
+    assert plain_of_base(store._context, base, 4096, held[base.id]) == plain[4096:8192]
     assert [verb for verb, _ in backend.faults.calls] == ["get_into"]
 
 

@@ -175,3 +175,31 @@ def test_the_default_limit_is_half_of_what_is_available(
 
 def test_this_machine_has_a_limit() -> None:
     assert 0 < staging.default_limit() < 1 << 50
+
+
+def test_an_area_may_be_left_as_it_is_while_another_one_is_lent() -> None:
+    areas = Areas(100 * PAGE)
+    one = areas.lend(40 * PAGE)
+    areas.take_back(one)
+    two = areas.lend(40 * PAGE, sparing=one)
+    assert two is not one
+    assert areas.hold(one)
+    assert not areas.may_lend(100 * PAGE - areas.total + PAGE)
+    areas.take_back(two)
+    assert areas.lend(20 * PAGE, sparing=two) is two  # what is held is not lent, and there is no room for a third
+    areas.let_go(one)
+    areas.take_back(two)
+    assert areas.lend(20 * PAGE, sparing=two) is one
+    assert areas.total <= 100 * PAGE
+
+
+def test_where_there_is_no_room_beside_it_nothing_is_spared() -> None:
+    areas = Areas(100 * PAGE)
+    one = areas.lend(60 * PAGE)
+    areas.take_back(one)
+    assert areas.lend(50 * PAGE, sparing=one) is one
+    assert not areas.hold(one)
+    areas.take_back(one)
+    assert not areas.hold(one, beside=60 * PAGE)
+    larger = areas.lend(80 * PAGE, sparing=one)  # the smaller one goes
+    assert (areas.total, areas.hold(one)) == (larger.size, False)
