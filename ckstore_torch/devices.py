@@ -23,7 +23,7 @@ def copying() -> Callable[[Act], None]:
     """
     if not _in_use():
         return _at_once
-    given = {number: torch.cuda.current_stream(number).record_event() for number in range(torch.cuda.device_count())}
+    given = {number: torch.cuda.current_stream(number).record_event() for number in _devices_in_use()}
 
     def run(act: Act) -> None:
         with ExitStack() as current:
@@ -31,9 +31,11 @@ def copying() -> Callable[[Act], None]:
             for stream, event in zip(streams, given.values(), strict=True):
                 stream.wait_event(event)
                 current.enter_context(torch.cuda.stream(stream))
-            act()
-            for stream in streams:
-                stream.synchronize()
+            try:
+                act()
+            finally:  # also when it failed: the memory may be let go of next
+                for stream in streams:
+                    stream.synchronize()
 
     return run
 
@@ -59,6 +61,12 @@ def _stream(number: int) -> torch.cuda.Stream:
     if number not in _streams:
         _streams[number] = torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
     return _streams[number]
+
+
+def _devices_in_use() -> list[int]:
+    """Those on which this process has a context: an event on another one would make one, which takes memory there."""
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return [number for number in range(torch.cuda.device_count()) if has_context is None or has_context(number)]
 
 
 def _in_use() -> bool:

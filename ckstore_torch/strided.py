@@ -73,9 +73,9 @@ def _fetch(storage: torch.UntypedStorage, base: int, lo: int, hi: int) -> Bytes:
 
 
 def _copy(storage: torch.UntypedStorage, base: int, lo: int, hi: int, out: Bytes) -> None:
-    """Begin to copy a device's bytes at [lo, hi) into `out`, on the current stream; pinned memory is not waited for."""
+    """Copy a device's bytes at [lo, hi) into `out`; with CUDA begin to, on the current stream: `devices` awaits it."""
     flat = _flat(storage, lo - base, hi - base)
-    torch.from_numpy(out).copy_(flat, non_blocking=True)
+    torch.from_numpy(out).copy_(flat, non_blocking=flat.is_cuda)
     if flat.is_cuda:
         # Should the tensor be freed meanwhile, its memory is not given to another before the copy is done.
         flat.record_stream(torch.cuda.current_stream(flat.device))
