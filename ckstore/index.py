@@ -33,6 +33,8 @@ _MOST_NAMES = 1 << 16
 _ENTRY = struct.Struct("<IQIBB")
 _ROW = np.dtype([("number", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("codec", "u1"), ("param", "u1")])
 _CRC = struct.Struct("<I")
+_ROW_AND_CRC = struct.Struct(_ENTRY.format + "I")
+_NO_NAME = (b"", "")
 _NUMBER = struct.Struct(">I")
 
 
@@ -41,7 +43,7 @@ class ChunkIndex:
 
     def __init__(self, environment: sealed.SealedEnvironment) -> None:
         self._environment = environment
-        self._names: dict[int, bytes] = {}
+        self._names: dict[int, tuple[bytes, str]] = {}
         self._closed = False
 
     @classmethod
@@ -88,21 +90,22 @@ class ChunkIndex:
         value = transaction.get(b"c" + chunk)
         if value is None or len(value) != _ENTRY.size + _CRC.size:
             return None
-        number, offset, stored, codec, param = _ENTRY.unpack_from(value)
-        entry, crc = value[: _ENTRY.size], value[_ENTRY.size :]
-        name = self._names.get(number)
-        if name is None or crc != _crc(chunk, entry, name):
-            name = transaction.get(b"p" + _NUMBER.pack(number))
-            if name is None or crc != _crc(chunk, entry, name):
+        number, offset, stored, codec, param, crc = _ROW_AND_CRC.unpack(value)
+        checked = zlib.crc32(value[: _ENTRY.size], zlib.crc32(chunk))
+        name, spelled = self._names.get(number, _NO_NAME)
+        if crc != zlib.crc32(name, checked):
+            found = transaction.get(b"p" + _NUMBER.pack(number))
+            if found is None or crc != zlib.crc32(found, checked):
                 return None
-            self._remember(number, name)
-        return Location(name.decode(), offset, stored, codec, param)
+            spelled = self._remember(number, found)
+        return Location(spelled, offset, stored, codec, param)
 
-    def _remember(self, number: int, name: bytes) -> None:
+    def _remember(self, number: int, name: bytes) -> str:
         """Spare the next look-up one in the tree. Whoever begins the index anew gives numbers to other packs."""
         if len(self._names) >= _MOST_NAMES:
             self._names = {}
-        self._names[number] = name
+        self._names[number] = name, (spelled := name.decode())
+        return spelled
 
 
 def _add(transaction: lmdb.Transaction[bytes], save: SaveName, table: ChunkTable) -> None:
