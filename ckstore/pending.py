@@ -51,10 +51,11 @@ class PendingSave:
         self._check_process()
         if not self._over.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still under way")
-        self._told = True
         self.tell()
         reason = self._reason()
-        return self._error if reason is None else NotSavedError(self.step, reason)
+        error = self._error if reason is None else NotSavedError(self.step, reason)
+        self._told = True  # last: an interrupt must not lose it
+        return error
 
     def done(self) -> bool:
         """Whether the outcome is known."""
@@ -114,9 +115,9 @@ class PendingSave:
         self._given_up()
         return True
 
-    def when_given_up(self, act: Callable[[], None]) -> None:
-        """Have `act` done, once or more, when it is given up."""
-        self._given_up = act
+    def when_given_up(self, act: Callable[[], None] | None) -> None:
+        """Have `act` done, once or more, when it is given up; None: nothing any more."""
+        self._given_up = act or _nothing
 
     def succeed(self, info: SnapshotInfo) -> None:
         """The snapshot is durable."""

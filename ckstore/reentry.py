@@ -6,26 +6,49 @@ for a lock that the thread itself holds, for ever; so it is refused instead.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from types import FrameType
 
 from ckstore.errors import InvalidInputError
 
 _here = threading.local()
+"""`block`, a weak reference: the block that this thread is in, or was in when a signal interrupted its end."""
 
 
-@contextmanager
-def undisturbed(what: str) -> Iterator[None]:
-    """`InvalidInputError` if this thread is in such a block already; `what` says what was asked for."""
-    busy = getattr(_here, "busy", None)
-    if busy is not None:
-        raise InvalidInputError(
-            f"a {what} cannot begin in the middle of a {busy} of the same thread; in a signal handler set a flag, "
-            f"and {what} where the program looks at it"
-        )
-    _here.busy = what
-    try:
-        yield
-    finally:
-        _here.busy = None
+class Block:
+    """What `undisturbed` makes; to be entered once."""
+
+    __slots__ = ("__weakref__", "_frame", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._frame: FrameType | None = None
+
+    def __enter__(self) -> None:
+        frame = sys._getframe(1)
+        reference = getattr(_here, "block", None)
+        block: Block | None = None if reference is None else reference()
+        if block is not None and block._is_around(frame):
+            raise InvalidInputError(
+                f"a {self._what} cannot begin in the middle of a {block._what} of the same thread; in a signal handler "
+                f"set a flag, and {self._what} where the program looks at it"
+            )
+        self._frame = frame
+        _here.block = weakref.ref(self)  # weak, so that one whose end was interrupted does not keep what it refers to
+
+    def __exit__(self, *_: object) -> None:
+        _here.block = None
+        self._frame = None
+
+    def _is_around(self, frame: FrameType | None) -> bool:
+        """Whether the function that has this block is under way; if it is not, an interrupt kept `__exit__` from it."""
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+def undisturbed(what: str) -> Block:
+    """A context; `InvalidInputError` if this thread is in such a block already. `what` says what was asked for."""
+    return Block(what)

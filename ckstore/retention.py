@@ -90,7 +90,8 @@ class Plan:
 def plan(snapshots: Sequence[Facts], policy: Retention, now: float) -> Plan:
     """Judge `snapshots` by `policy`. Damaged (not whole) ones count for no rule and are dropped unless tagged.
 
-    A branch without any whole snapshot loses nothing: what is left of it may be all there is to repair.
+    A branch loses nothing while all its whole snapshots are left behind by a newer run: what is left of it may be all
+    there is to repair.
     """
     keep: dict[SaveName, tuple[str, ...]] = {}
     for branch in sorted({facts.branch for facts in snapshots}):
@@ -114,7 +115,7 @@ class _Judge:
     def __init__(self, policy: Retention, now: float, whole: Sequence[Facts]) -> None:
         self._policy = policy
         self._now = now
-        self._newest = whole[-1] if whole else None
+        self._newest = whole[-1] if whole and not whole[-1].fenced else None
         self._last = {facts.save for facts in whole[-(policy.keep_last or 0) :]} if policy.keep_last else set()
         self._best = _best(whole, policy.keep_best) if policy.keep_best else None
         rules = (policy.keep_last, policy.keep_every, policy.keep_within)

@@ -63,10 +63,13 @@ class Area:
 
 
 class Areas:
-    """At most `most` areas, of `limit` bytes together; each is lent to one save at a time. The caller holds a lock."""
+    """At most `most` areas, of `limit` bytes together; each is lent to one save at a time. The caller holds a lock.
+
+    The limit is a page at least, which is what a state without arrays takes.
+    """
 
     def __init__(self, limit: int, most: int = 2) -> None:
-        self.limit = limit
+        self.limit = max(limit, PAGE)
         self.most = most
         self._idle: list[Area] = []
         self._lent: list[Area] = []
@@ -227,21 +230,26 @@ def _anonymous() -> int:
 
 
 def default_limit(root: Path = Path("/")) -> int:
-    """Half of the memory that is available to this process, in bytes; `root` is where /proc and /sys are."""
+    """Half of the memory that is available to this process, in bytes; `root` is where /proc and /sys are.
+
+    A page at least. The page cache of a control group counts as available, as it does in MemAvailable.
+    """
     available = [_meminfo(root)]
     for controller, path in _control_groups(root):
         if controller == "":
-            base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
+            base, limit, usage, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
         else:
-            base, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, prefix = root / "sys/fs/cgroup/memory", "total_"  # with those of the groups below
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         group = base / path.lstrip("/")
         for place in [group, *group.parents]:
             if not place.is_relative_to(base):
                 break
             most, used = _number(place / limit), _number(place / usage)
             if most is not None and used is not None:
-                available.append(max(most - used, 0))
-    return min(available) // 2
+                cached = _cached(place / "memory.stat", prefix)
+                available.append(max(most - max(used - cached, 0), 0))
+    return max(min(available) // 2, PAGE)
 
 
 def _control_groups(root: Path) -> list[tuple[str, str]]:
@@ -263,6 +271,16 @@ def _meminfo(root: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _cached(path: Path, prefix: str) -> int:
+    """Bytes of files in memory, which the kernel takes back before anything fails; what is in tmpfs is not in that."""
+    try:
+        rows = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    wanted = (f"{prefix}inactive_file", f"{prefix}active_file")
+    return sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in wanted)
 
 
 def _number(path: Path) -> int | None:

@@ -211,6 +211,8 @@ class Store:
         wishes = Wishes(when_busy, tuple(steady), None if keep is None else Retention.of(keep), tidy)
         request = self._request(step, branch, tags, meta, full, epoch)
         with undisturbed("save"):
+            if self._closed:
+                raise InvalidInputError(f"{self} was closed")
             captured = capture(state, chunk_size=self._context.config.chunk_size)
             background = self._saves_in_background() or self._begin_background()
             return background.save(captured, request, wishes)
@@ -250,17 +252,20 @@ class Store:
         return background if background is not None and background.pid == os.getpid() else None
 
     def _begin_background(self) -> Background:
-        with self._lock:
-            if self._closed:
-                raise InvalidInputError(f"{self} was closed")
-            found = self._saves_in_background()
-            if found is None:
-                writing = self._writing
-                runner = WriterClient(self._context, writing.nice) if writing.process else ThreadRunner(self._context)
-                found = self._background = Background(self._context, runner, writing.limit)
-                # Whoever forgets to close the store leaves no process behind.
-                weakref.finalize(self, found.release).atexit = False
-            return found
+        writing = self._writing
+        runner = WriterClient(self._context, writing.nice) if writing.process else ThreadRunner(self._context)
+        made = Background(self._context, runner, writing.limit)
+        with self._lock:  # held for no longer than that: a fork in another thread would take it along
+            if self._saves_in_background() is None:
+                self._background = made
+            found = self._background
+        if found is not made:
+            made.release()
+        else:
+            # Whoever forgets to close the store leaves no process behind.
+            weakref.finalize(self, made.release).atexit = False
+        assert found is not None
+        return found
 
     def restore(
         self,

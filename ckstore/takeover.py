@@ -9,12 +9,13 @@ newest, though a prune that does not know of the epoch yet may think otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
-from ckstore import layout
+from ckstore import facts, layout
 from ckstore.announce import EPOCH, pinned
 from ckstore.context import Context
-from ckstore.errors import ConflictError
+from ckstore.errors import CkstoreError, ConflictError
 from ckstore.format import records
 from ckstore.history import newest_epoch, read_decision, read_history
 from ckstore.ids import SaveName
@@ -74,10 +75,17 @@ def _meanwhile(context: Context, branch: str, number: int, start: SaveName | Non
     superseded = history.epochs(branch).newest > number
     removed = start is not None and (start in history.marks.removed or start not in history.saves)
     if start is not None and not removed:
-        # Who condemned it saw the pin and spares it, or died; until that is over it would not be `latest`.
-        for nonce in history.marks.condemned.get(start, ()):
-            context.backend.delete(layout.mark(start, f"condemned-{nonce}"))
+        _withdraw_of_the_dead(context, start, history.marks.condemned.get(start, frozenset()))
     return removed, None if superseded else history.left_behind(branch, number)
+
+
+def _withdraw_of_the_dead(context: Context, save: SaveName, nonces: Collection[str]) -> None:
+    """What they condemned is `latest` again with that. The living see the pin, or the epoch, by themselves."""
+    for nonce in nonces:
+        name = layout.mark(save, f"condemned-{nonce}")
+        with suppress(CkstoreError):
+            if facts.read(context, name).by.is_gone():
+                context.backend.delete(name)
 
 
 def _newest(context: Context, branch: str) -> SaveName | None:

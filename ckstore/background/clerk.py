@@ -36,7 +36,11 @@ _TURN = 1.0
 """Seconds after which who waits for an answer looks whether there is anybody left to give one."""
 
 
-@dataclass(frozen=True, slots=True)
+class NoMemory(Exception):
+    """There is no memory to copy a state to; the cause says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Claim:
     """A save that wants staging memory, and where the answer goes: `LENT`, `SKIPPED` or an error."""
 
@@ -84,6 +88,8 @@ class Clerk:
         """Saves whose outcome may have to be told."""
         self.ended = Latch()
         self.started = False
+        """Whether there may be anything to end."""
+        self._is_alive = False
         self._areas = areas
         self._runner = runner
         self._keeps_bases = keeps_bases
@@ -95,7 +101,9 @@ class Clerk:
         self._queued: Job | None = None
         self._running: Job | None = None
         self._before: Before | None = None
+        self._copies = 0
         self._pruning = False
+        self._broken = False
         self._closing = False
         self._ending = False
         self._works = False
@@ -105,7 +113,8 @@ class Clerk:
 
     def start(self) -> None:
         """Begin, if it has not: `BackendError` if no thread can be had."""
-        if not self.started:
+        self.started = True
+        if not self._is_alive:
             thread = threading.Thread(target=self._live, name="ckstore-background", daemon=True)
             try:
                 thread.start()  # an interrupt in here may leave it running: a second one finds that and ends
@@ -117,10 +126,12 @@ class Clerk:
         self._inbox.put((act, args))
 
     def claim(self, job: Job, when_busy: str) -> str:
-        """Wait for staging memory: `LENT` or `SKIPPED`. `OSError` when there is none, `InvalidInputError` at the end.
+        """Wait for staging memory: `LENT` or `SKIPPED`. `NoMemory` when there is none, `InvalidInputError` at the end.
 
         The caller has a `Hold` on the job.
         """
+        if self.ended.is_set():
+            raise _closed()
         claim = _Claim(job, when_busy, SimpleQueue())
         self.post(self.claimed, claim)
         while True:
@@ -163,6 +174,9 @@ class Clerk:
 
     def staged(self, job: Job, later: Callable[[], None] | None) -> None:
         """A save is copied, but for what `later` copies."""
+        if id(job) not in self.jobs:  # it failed with everything else
+            job.pending.copied()
+            return
         self._lent.discard(id(job))
         self.unsettled.append(job.pending)
         self._queued = job
@@ -173,10 +187,13 @@ class Clerk:
             try:
                 later()
             except BaseException as error:
-                job.copy_failed = error
+                job.copy_failed = job.copy_failed or error
+            job.copying = False
             job.pending.copied()
             self.post(self.copied, job)
 
+        job.copying = True
+        self._copies += 1
         try:
             threading.Thread(target=copy, name="ckstore-copy", daemon=True).start()
         except RuntimeError:
@@ -184,6 +201,7 @@ class Clerk:
 
     def copied(self, job: Job) -> None:
         """The last of a state was copied; the save may have been given up meanwhile."""
+        self._copies -= 1
         if id(job) not in self.jobs:
             self._release(job)
 
@@ -235,16 +253,16 @@ class Clerk:
     def _live(self) -> None:
         if not self._at_work.acquire(blocking=False):
             return
-        self.started = True
-        try:
-            while not self.ended.is_set():
-                act, args = self._inbox.get()
+        self._is_alive = True
+        while not self.ended.is_set():
+            act, args = self._inbox.get()
+            try:
                 act(*args)
                 del act, args  # they hold on to the state
                 self._look_round()
-        except BaseException as error:
-            _log.exception("saves in the background have come to an end")
-            self._fail_all(error)
+            except BaseException as error:
+                _log.exception("saves in the background come to an end")
+                self._break_down(error)
 
     def _look_round(self) -> None:
         """Hand over what is next, and answer every claim that can be answered."""
@@ -256,7 +274,7 @@ class Clerk:
             if answer is not None:
                 self._claims.remove(claim)
                 claim.answer.put(answer)
-        if self._closing and not (self._lent or self._queued or self._running or self._pruning):
+        if self._closing and not (self._lent or self._queued or self._running or self._pruning or self._copies):
             self._end()
 
     def _answer(self, claim: _Claim) -> str | BaseException | None:
@@ -285,10 +303,12 @@ class Clerk:
             # One that replaces it must not have to wait for the memory of a base.
             beside = size if claim.when_busy == "replace" else 0
             job.before = before if before and self._areas.hold(before.area, beside) else None
-        except OSError as error:
-            job.pending.copied()
-            self._forget(job)
-            return error
+        except Exception as error:
+            refused = NoMemory(str(error))
+            refused.__cause__ = error
+            self.jobs.pop(id(job), None)  # the caller goes on by itself
+            job.pending.when_given_up(None)
+            return refused
         self._lent.add(id(job))
         return LENT
 
@@ -316,9 +336,13 @@ class Clerk:
             self._areas.take_back(job.area)
 
     def _forget(self, job: Job) -> None:
-        """Nothing more is done for a save."""
+        """Nothing more is done for a save, and nothing is held on to for it."""
         self._let_go(job)
         self.jobs.pop(id(job), None)
+        if not job.pending.done():  # whoever gave it up was interrupted before he said so
+            job.pending.give_up("cancelled")
+        job.pending.when_given_up(None)
+        job.forget_state()
         job.streamed.set()
         job.over.set()
 
@@ -329,25 +353,42 @@ class Clerk:
             self.emptied()
         self._ending = True
 
-    def _fail_all(self, error: BaseException) -> None:
-        """This thread ends: whoever waits is told, and nobody waits for ever."""
-        for job in list(self.jobs.values()):
-            failure = BackendError(f"saves in the background have come to an end: {error!r}")
-            failure.__cause__ = error
+    def _break_down(self, error: BaseException) -> None:
+        """Something went wrong here that must not: nothing more is begun, and nobody waits for ever.
+
+        What is being written is left to its end, as it may be committed already; unless this is the second time.
+        """
+        again, self._broken, self._closing = self._broken, True, True
+        failure = BackendError(f"saves in the background have come to an end: {error!r}")
+        failure.__cause__ = error
+        spared = None if again else self._running
+        for claim in self._claims:
+            claim.answer.put(failure)
+        self._claims = []
+        for job in [job for job in self.jobs.values() if job is not spared]:
+            job.copy_failed = failure  # should it have been handed over, it is not written
+            job.pending.begin()
             if not job.pending.done():
-                job.pending.begin()
                 job.pending.fail(failure)
                 self.unsettled.append(job.pending)
-            job.pending.copied()
-            self._forget(job)
-        self._work.put(None)
-        self.ended.set()
+            if not job.copying:
+                job.pending.copied()
+            self.jobs.pop(id(job), None)
+            job.streamed.set()
+            job.over.set()
+        self._lent.clear()
+        self._queued = None
+        self.post(_nothing)  # one more look round
+        if again:
+            self._work.put(None)
+            self.ended.set()
 
     # ---- the thread that carries saves out
 
     def _carry_out_all(self) -> None:
         while (job := self._work.get()) is not None:
             self._carry_out(job)
+            del job  # it holds on to the state
         try:
             self._runner.close()
         except Exception:
@@ -384,6 +425,10 @@ def log_pruned(failed: str | None) -> None:
     """Say why a snapshot was saved and its branch not pruned."""
     if failed is not None:
         _log.warning("snapshot saved, but pruning failed: %s", failed)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _closed() -> InvalidInputError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from ckstore import saver, staging
 from ckstore.background import exit
-from ckstore.background.clerk import SKIPPED, Clerk, Hold, log_pruned
+from ckstore.background.clerk import SKIPPED, Clerk, Hold, NoMemory, log_pruned
 from ckstore.background.runner import Runner, ThreadRunner
 from ckstore.background.steady import is_within, spans_of
 from ckstore.context import Context
@@ -54,6 +55,8 @@ class Background:
         keeps_bases = context.profile.delta_depth > 0
         self._clerk = Clerk(self._areas, runner, keeps_bases, lambda: exit.unwatch(self))
         self._copying: dict[int, PendingSave] = {}
+        self._holds: dict[int, Hold] = {}
+        """By thread, what it is copying."""
         exit.watch(self)
 
     def save(self, captured: Captured, request: SaveRequest, wishes: Wishes) -> PendingSave:
@@ -65,24 +68,31 @@ class Background:
             return self._save_here(captured, request, wishes, pending, self._too_large(captured))
         self._clerk.start()
         job = Job(pending, captured, request, layout, wishes.keep, wishes.tidy)
-        hold = Hold(self._clerk, job)
         started = time.monotonic()
+        me = threading.get_ident()
         try:
+            hold = self._holds[me] = Hold(self._clerk, job)
             if self._clerk.claim(job, wishes.when_busy) == SKIPPED:
                 return pending
             later = self._stage(job, wishes.steady)
             if later is not None:
                 self._copying[id(pending)] = pending
             hold.staged(later)
-        except OSError as error:
+            if not layout.is_whole:
+                job.streamed.wait()
+                pending.wait_copied()
+                job.forget_state()
+        except NoMemory as error:
             _log.warning("no staging memory: %s", error)
             why = f"there is no memory to copy a state of {layout.size} bytes to ({error})"
             return self._save_here(captured, request, wishes, pending, why)
         except BaseException:
-            hold.withdraw()  # now, not when the last traceback that refers to it has gone
+            job.withdrawn = True  # at once: what is not handed over yet may change from now on
+            self._clerk.post(self._clerk.withdraw, job)
             raise
+        finally:
+            self._holds.pop(me, None)
         if not layout.is_whole:
-            self._wait_streamed(job)
             _warn_of_stall(self._too_large(captured), started)
         return pending
 
@@ -94,6 +104,7 @@ class Background:
 
     def flush(self, *, pruning: bool = False) -> None:
         """Wait until every save that was begun is decided, whatever became of it; and until the pruning is done."""
+        self._withdraw_own()
         for job in list(self._clerk.jobs.values()):
             job.pending.settle()
             if pruning:
@@ -107,17 +118,21 @@ class Background:
             with suppress(ValueError):  # another thread is telling of it
                 unsettled.remove(pending)
         failed = [error for pending in done if (error := pending.untold()) is not None]
-        if failed:
-            for other in failed[1:]:
-                failed[0].add_note(f"and another save in the background failed: {other!r}")
-            raise failed[0]
-        for pending in done:
-            pending.tell()
+        for other in failed[1:]:
+            failed[0].add_note(f"and another save in the background failed: {other!r}")
+        try:
+            for pending in done:
+                pending.tell()
+        finally:
+            if failed:
+                raise failed[0]
 
     def close(self) -> None:
         """Wait for everything that was begun, the pruning too; let go of the writer; raise what failed."""
+        self._withdraw_own()
         self.release()
         if self._clerk.started:
+            self._clerk.start()  # should an interrupt have kept it from that
             self._clerk.ended.wait()
         exit.unwatch(self)
         self.raise_failed()
@@ -128,6 +143,7 @@ class Background:
             self._clerk.post(self._clerk.close)
             if not self._clerk.started:
                 self._areas.clear()
+                exit.unwatch(self)
 
     def abandon(self) -> None:
         """In a fork: the saves are the parent's."""
@@ -145,7 +161,10 @@ class Background:
         run(lambda: staging.copy(now))
 
         def copy() -> None:
-            run(lambda: staging.copy(later))
+            try:
+                run(lambda: staging.copy(later))
+            finally:
+                self._copying.pop(id(job.pending), None)
             if job.layout.is_whole:
                 job.forget_state()
 
@@ -156,15 +175,11 @@ class Background:
         job.pending.copied()
         return None
 
-    def _wait_streamed(self, job: Job) -> None:
-        """Wait until the live state is needed no more; who leaves earlier takes back what was not handed over."""
-        try:
-            job.streamed.wait()
-            job.pending.wait_copied()
-        except BaseException:
-            self._clerk.post(self._clerk.withdraw, job)
-            raise
-        job.forget_state()
+    def _withdraw_own(self) -> None:
+        """A call that this thread has left, by two interrupts in a row, may not have said so."""
+        hold = self._holds.pop(threading.get_ident(), None)
+        if hold is not None:
+            hold.withdraw()
 
     def _save_here(
         self, captured: Captured, request: SaveRequest, wishes: Wishes, pending: PendingSave, why: str

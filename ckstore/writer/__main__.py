@@ -17,7 +17,9 @@ def main() -> None:
     # What asks the training to end asks this process to finish: it ends when the trainer has closed its end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    serve(socket.socket(fileno=fd))
+    end = socket.socket(fileno=fd)
+    end.setblocking(True)  # a default timeout, which a sitecustomize may set, is none of its own
+    serve(end)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from ckstore import staging
 from ckstore.context import Context
@@ -33,16 +34,38 @@ GRACE_SECONDS = 5.0
 """How long a writer that has closed its end may take to end."""
 
 
-_starting = threading.Lock()
+class _Turn:
+    """A lock that knows its thread: a signal may interrupt the wait for it, and the fork goes on without it then."""
+
+    def __init__(self) -> None:
+        self.lock: Any = threading.RLock()
+
+    def locked(self) -> bool:
+        """Whether this thread holds it."""
+        return bool(self.lock._is_owned())  # as threading.Condition asks it
+
+
+_starting = _Turn()
 """Held while a writer is started and while this process forks. A fork in between would inherit the writer's end of the
 socket, whose end would never be seen then, and the pipe by which `Popen` waits for its child."""
 
 
+def _before_fork() -> None:
+    _starting.lock.acquire()
+
+
 def _after_fork() -> None:
-    _starting.release()
+    if _starting.locked():
+        _starting.lock.release()
 
 
-os.register_at_fork(before=_starting.acquire, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _in_fork() -> None:
+    """Whoever else may hold the lock is no thread of this process."""
+    global _starting
+    _starting = _Turn()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork)
 
 
 class WriterClient:
@@ -160,7 +183,7 @@ class WriterClient:
 
     def _open(self) -> None:
         """Start a writer and have it open the store."""
-        with _starting:
+        with _starting.lock:
             self._channel = channel = self._start()
         hello = channel.receive_in_trainer()
         assert isinstance(hello, Hello)
@@ -181,6 +204,9 @@ class WriterClient:
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
+                # A default timeout of the program's (socket.setdefaulttimeout) makes both ends non-blocking.
+                ours.setblocking(True)
+                theirs.setblocking(True)
                 try:
                     self._process = launch.launch(theirs.fileno())
                 except BaseException:

@@ -26,7 +26,7 @@ class Before:
     sizes: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """What is to be saved, where its bytes stand in `area` once that is lent to it, and who waits for it.
 
@@ -50,6 +50,8 @@ class Job:
     copy_failed: BaseException | None = None
     withdrawn: bool = False
     """The call was left before everything was handed over: the live state may change now."""
+    copying: bool = False
+    """Whether what is steady is being copied."""
     released: bool = False
 
     def place(self, blob: int) -> Bytes:

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ckstore.retention import Retention
 from ckstore.store import Store
 from ckstore.throttle import throttle_of
 from ckstore.writer import __main__ as program
-from ckstore.writer import launch, messages, service, sources
+from ckstore.writer import client, launch, messages, service, sources
 from ckstore.writer.client import WriterClient
 from ckstore.writer.messages import Channel, Hello, Open, Opened, Prune, Pruned, Save
 from ckstore.writer.service import serve
@@ -113,6 +114,86 @@ def test_the_version_tells_modules_apart_by_name_and_content(tmp_path: Path) -> 
         path.write_text(text)
         seen.add(sources._digest(path.parent))
     assert len(seen) == 4
+
+
+def test_what_is_no_module_is_no_part_of_the_version(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "a.py").write_text("x")
+    (tmp_path / "part" / "b.py").write_text("y")
+    digest = sources._digest(tmp_path)
+    (tmp_path / "part" / ".#b.py").symlink_to("somebody@some.host.123")  # as Emacs locks a file
+    (tmp_path / "broken.py").symlink_to("no such file")
+    (tmp_path / "unreadable.py").symlink_to("/proc/self/mem")
+    (tmp_path / "b-2.py").write_text("x")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a.py").write_text("x")
+    os.mkfifo(tmp_path / "pipe.py")
+    assert sources._digest(tmp_path) == digest
+    (tmp_path / "c.py").symlink_to("a.py")
+    assert sources._digest(tmp_path) != digest
+
+
+# ---- what the program has set for its sockets
+
+
+@pytest.fixture
+def default_timeout() -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.05)
+    yield
+    socket.setdefaulttimeout(before)
+
+
+@pytest.mark.usefixtures("default_timeout")
+def test_a_default_timeout_of_the_program_is_not_the_writer_s(store: Store, noise: Noise) -> None:
+    for step in (1, 2):
+        assert store.save_async({"w": noise(step)}, step=step).wait().step == step
+
+
+def test_a_default_timeout_in_the_writer_is_not_the_socket_s(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import socket; socket.setdefaulttimeout(0)")
+    assert train(tmp_path, f"sys.path.insert(0, {str(ROOT)!r})", PYTHONPATH=str(tmp_path)) == ckstore.__file__
+
+
+# ---- forks
+
+
+def test_a_fork_whose_wait_was_interrupted_leaves_the_lock_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = client._starting
+    held, done = threading.Event(), threading.Event()
+    ignored: list[type[BaseException] | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: ignored.append(args.exc_type))
+
+    def start() -> None:
+        with starting.lock:
+            held.set()
+            done.wait()
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code is client._before_fork.__code__:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert held.wait(60)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        if (pid := os.fork()) == 0:
+            os._exit(3 if client._starting.lock.acquire(blocking=False) else 4)
+        assert not starting.lock.acquire(blocking=False)  # it is the other thread's as before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        done.set()
+        thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert ignored == [KeyboardInterrupt]
+    assert client._starting is starting
+    assert starting.lock.acquire(blocking=False)
+    starting.lock.release()
 
 
 # ---- when it cannot be started

@@ -123,6 +123,16 @@ def test_no_more_is_lent_than_the_limit() -> None:
     areas.clear()
 
 
+@pytest.mark.parametrize("limit", [0, 1, PAGE - 1, PAGE])
+def test_a_state_without_arrays_fits_into_any_limit(limit: int) -> None:
+    areas = Areas(limit)
+    assert areas.may_lend(PAGE)
+    area = areas.lend(PAGE)
+    assert (area.size, areas.limit) == (PAGE, PAGE)
+    areas.take_back(area)
+    areas.clear()
+
+
 def test_memory_that_is_dropped_while_it_is_copied_to_is_not_unmapped() -> None:
     area = Area(PAGE)
     place = area.memory[:10]
@@ -160,7 +170,16 @@ def fake_root(folder: Path, groups: str, files: dict[str, str]) -> Path:
         ("", {}, 4 * GIB),
         ("0::/job/step\n", {"job/memory.max": f"{6 * GIB}", "job/memory.current": f"{2 * GIB}",
                             "job/step/memory.max": "max", "job/step/memory.current": "5"}, 2 * GIB),
-        ("0::/job\n", {"job/memory.max": f"{6 * GIB}", "job/memory.current": f"{7 * GIB}"}, 0),
+        ("0::/job\n", {"job/memory.max": f"{6 * GIB}", "job/memory.current": f"{7 * GIB}"}, PAGE),
+        ("0::/job\n", {"job/memory.max": f"{6 * GIB}", "job/memory.current": f"{6 * GIB}",
+                       "job/memory.stat": f"anon {GIB}\nfile {5 * GIB}\nshmem {GIB}\n"
+                                          f"inactive_file {GIB}\nactive_file {3 * GIB}"}, 2 * GIB),
+        ("0::/job\n", {"job/memory.max": f"{6 * GIB}", "job/memory.current": f"{GIB}",
+                       "job/memory.stat": f"inactive_file {2 * GIB}"}, 3 * GIB),
+        ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": f"{3 * GIB}",
+                             "memory/job/memory.usage_in_bytes": f"{3 * GIB}",
+                             "memory/job/memory.stat": f"inactive_file 1\nactive_file 2\n"
+                                                       f"total_inactive_file {GIB}\ntotal_active_file {GIB}"}, GIB),
         ("5:cpu:/x\n4:memory,pids:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": f"{3 * GIB}",
                                                  "memory/job/memory.usage_in_bytes": f"{GIB}"}, GIB),
         ("4:memory:/gone\n", {"memory/memory.limit_in_bytes": f"{1 << 63}",
