@@ -112,18 +112,17 @@ class Background:
 
     def raise_failed(self) -> None:
         """Raise the first error that nobody was told of, and warn of what was noted."""
-        unsettled = self._clerk.unsettled
-        done = [pending for pending in list(unsettled) if pending.done()]
-        for pending in done:
-            with suppress(ValueError):  # another thread is telling of it
-                unsettled.remove(pending)
-        failed = [error for pending in done if (error := pending.untold()) is not None]
-        for other in failed[1:]:
-            failed[0].add_note(f"and another save in the background failed: {other!r}")
+        done = [pending for pending in list(self._clerk.unsettled) if pending.done()]
         try:
             for pending in done:
                 pending.tell()
         finally:
+            failed = [error for pending in done if (error := pending.untold()) is not None]
+            for pending in done:
+                with suppress(ValueError):  # another thread tells of it
+                    self._clerk.unsettled.remove(pending)
+            for other in failed[1:]:
+                failed[0].add_note(f"and another save in the background failed: {other!r}")
             if failed:
                 raise failed[0]
 

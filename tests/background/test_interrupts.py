@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 
 from ckstore import latch, pending
 from ckstore.background import clerk, saves
-from ckstore.errors import CkstoreError, InvalidInputError
+from ckstore.errors import BackendError, CkstoreError, CkstoreWarning, InvalidInputError
 from ckstore.latch import Latch
 from ckstore.store import Store
 from tests.background.conftest import CHUNK
@@ -31,10 +32,11 @@ TRACED = {saves.__file__, clerk.__file__, pending.__file__, latch.__file__}
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line (or return) of these modules that the main thread comes to."""
+    """Raises an error at the n-th line (or return) of these modules that the main thread comes to."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.left = at
+        self._error = error
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self._trace)
@@ -53,7 +55,7 @@ class Interrupt:
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise self._error
         return self._count
 
 
@@ -93,6 +95,76 @@ def test_an_interrupt_at_any_line_leaves_a_store_that_works(
     assert store._background._clerk.jobs == {}
     assert store._background._areas._lent == []
     store.close()
+
+
+@pytest.mark.filterwarnings("ignore:a state of:ckstore.errors.CkstoreWarning")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.timeout(300)
+def test_an_interrupt_while_a_state_is_streamed_tears_nothing(
+    open_here: Open, noise: Noise, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the caller changes once it has left the call is not in the snapshot, if there is one."""
+    monkeypatch.setattr(saves.staging, "HELD", 0)
+    store = open_here(staging_limit=24 * CHUNK)
+    at, ended = 0, False
+    while not ended:
+        at += 1
+        states = {f"w{i}": noise(10 * at + i, 8) for i in range(4)}
+        given = {name: array.copy() for name, array in states.items()}
+        try:
+            with Interrupt(at, error) as interrupt:
+                store.save_async(given, step=at)
+            ended = interrupt.left > 0
+        except error:
+            pass
+        for array in given.values():
+            array[:] = 0
+        with suppress(BackendError):
+            store.wait()
+        if at in saved_steps(store):
+            found = store.restore(at)
+            assert all(np.array_equal(found[name], states[name]) for name in states), at
+    assert at > 40
+    assert at in saved_steps(store)
+
+
+def test_a_cancel_that_is_interrupted_hangs_nobody(open_here: Open, noise: Noise) -> None:
+    store = open_here(bandwidth_limit=1024 * CHUNK)
+    for at in range(1, 9):
+        store.save_async({"w": noise(at, 64)}, step=2 * at)
+        queued = store.save_async({"w": noise(at, 1)}, step=2 * at + 1, when_busy="replace")
+        with suppress(KeyboardInterrupt), Interrupt(at):
+            queued.cancel()
+        store.wait()
+        assert queued.done()
+
+
+def test_claims_of_several_threads_are_told_apart(open_here: Open, noise: Noise) -> None:
+    """One waits, the one behind it is skipped."""
+    store = open_here(bandwidth_limit=256 * CHUNK)
+    first = store.save_async({"w": noise(1, 128)}, step=1)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(store.save_async({"w": noise(2)}, step=2)))
+    thread.start()
+    while store._background is None or len(store._background._clerk._claims) < 1:  # until it waits
+        assert not first.done()
+    assert store.save_async({"w": noise(3)}, step=3, when_busy="skip").is_skipped()
+    thread.join()
+    assert (first.wait().step, found[0].wait().step) == (1, 2)
+    store.wait()
+
+
+def test_any_error_for_want_of_memory_has_the_save_made_within_the_call(
+    store: Store, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError("none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saves.staging, "Area", refuse)
+        with pytest.warns(CkstoreWarning, match="there is no memory to copy"):
+            assert store.save_async({"w": noise(1)}, step=1).wait().step == 1
+    assert store.save_async({"w": noise(2)}, step=2).wait().step == 2
 
 
 def test_an_interrupt_while_waiting_breaks_nothing(store: Store, noise: Noise) -> None:
