@@ -216,18 +216,21 @@ class History:
         """Branches that hold a live snapshot, in order of name."""
         return sorted({commit.branch for _, commit in self.commits()})
 
-    def left_behind(self, branch: str, number: int) -> SaveName | None:
-        """The newest good snapshot of older epochs that epoch `number` alone fences; None where it fences none."""
-        opened = self.epochs(branch)
-        before = Epochs({epoch: base for epoch, base in opened.bases.items() if epoch < number})
+    def left_behind(self, branch: str, base: Order, but: int = 0) -> SaveName | None:
+        """The newest good snapshot above `base` that no epoch, `but` for that, leaves behind on purpose; None for none.
+
+        It was acknowledged while other runs took over, each from what it saw then. Whoever goes on from `base` goes on
+        from this instead.
+        """
+        chosen = self.epochs(branch).chosen(but)
         best: tuple[Order, SaveName] | None = None
         for save, commit in self.commits(branch):
             order = order_of(commit)
             unsafe = save in self.marks.quarantined or save in self.marks.condemned
-            if unsafe or commit.epoch >= number or order <= opened.bases.get(number, order):
+            if unsafe or order <= base or (best is not None and order <= best[0]):
                 continue
-            ceiling = before.ceiling(commit.epoch)
-            if (ceiling is None or order <= ceiling) and (best is None or order > best[0]):
+            ceiling = chosen.ceiling(commit.epoch)
+            if ceiling is None or order <= ceiling:
                 best = order, save
         return best[1] if best else None
 
@@ -252,6 +255,8 @@ class Epochs:
 
     bases: dict[int, Order] = field(default_factory=dict)
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
+    """Those whose base was named by whoever opened them."""
 
     @property
     def newest(self) -> int:
@@ -265,6 +270,10 @@ class Epochs:
                 f"branch {branch} can be read, but not written or pruned: {self.unreadable[self.newest]}; {SUPERSEDE}",
                 name=layout.epoch(branch, self.newest),
             )
+
+    def chosen(self, but: int = 0) -> Epochs:
+        """Those alone, `but` for one, that leave behind on purpose what is above their base."""
+        return Epochs({number: base for number, base in self.bases.items() if number in self.named - {but}})
 
     def ceiling(self, epoch: int) -> Order | None:
         """The highest order of that epoch that is not fenced; None where nothing fences it.
@@ -289,7 +298,9 @@ def read_epochs(backend: Backend, branch: str | None = None) -> dict[str, Epochs
     opened: dict[str, Epochs] = defaultdict(Epochs)
     for name, (owner, number) in _epoch_names(backend, branch).items():
         try:
-            opened[owner].bases[number] = _read_base(backend, name)
+            opened[owner].bases[number], chosen = _read_base(backend, name)
+            if chosen:
+                opened[owner].named.add(number)
         except (CorruptionError, FormatError) as error:
             opened[owner].unreadable[number] = error
     return dict(opened)
@@ -309,12 +320,13 @@ def _epoch_names(backend: Backend, branch: str | None) -> dict[str, tuple[str, i
     return found
 
 
-def _read_base(backend: Backend, name: str) -> Order:
+def _read_base(backend: Backend, name: str) -> tuple[Order, bool]:
+    """What an epoch goes on from, and whether that was named."""
     record = records.decode(backend.get(name, limit=records.MAX_RECORD), records.Epoch, name)
     if layout.epoch(record.branch, record.number) != name:
         raise FormatError(f"{name} holds the record of epoch {record.number} of {record.branch!r}")
     base = SaveName.parse(record.base) if record.base else None
-    return (record.base_epoch, base.sequence, base.nonce) if base else (-1, 0, "")
+    return (record.base_epoch, base.sequence, base.nonce) if base else (-1, 0, ""), record.chosen
 
 
 def read_history(context: Context) -> History:

@@ -18,7 +18,7 @@ from ckstore.announce import EPOCH, PATIENCE_SECONDS, Announcer, Patience, list_
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NoSpaceError, NotFoundError
 from ckstore.format import records
-from ckstore.history import History, Tags, order_of, read_history, read_marks, read_tags
+from ckstore.history import History, Order, Tags, order_of, read_history, read_marks, read_tags
 from ckstore.ids import SaveName, new_nonce
 from ckstore.meta import decode_meta
 from ckstore.process import Owner, current_owner
@@ -263,6 +263,7 @@ def facts_of(history: History, tags: dict[str, SaveName], own: Mapping[SaveName,
     for save, nonces in history.marks.condemned.items():
         if nonces - {own[save].rpartition("-")[2] if save in own else ""}:
             unsafe.add(save)
+    awaited = {history.left_behind(branch, base) for branch, base in _newest_orders(history).items()}
     labels: dict[SaveName, list[str]] = {}
     for label, save in tags.items():
         labels.setdefault(save, []).append(label)
@@ -275,11 +276,18 @@ def facts_of(history: History, tags: dict[str, SaveName], own: Mapping[SaveName,
             created=commit.created,
             whole=save not in unsafe,
             fenced=history.is_fenced(commit),
+            awaited=save in awaited,
             tags=tuple(sorted(labels.get(save, ()))),
             metrics=_numbers(commit),
         )
         for save, commit in history.commits()
     ]
+
+
+def _newest_orders(history: History) -> dict[str, Order]:
+    """Branch → the order of what `latest` means there."""
+    found = {branch: next(history.candidates(branch), None) for branch in history.branches()}
+    return {branch: order_of(newest[1]) if newest else (-1, 0, "") for branch, newest in found.items()}
 
 
 def _numbers(commit: records.Commit) -> dict[str, float]:

@@ -75,6 +75,8 @@ class Facts:
     created: float
     whole: bool = True
     fenced: bool = False
+    awaited: bool = False
+    """Whether the next run that takes over the branch goes on from it, though it is fenced."""
     tags: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -127,6 +129,8 @@ class _Judge:
         policy, reasons = self._policy, []
         if self._newest is None:
             reasons.append("nothing better")
+        if facts.awaited:
+            reasons.append("saved while another run took over")
         if policy.keep_tagged and facts.tags:
             reasons.append("tagged " + ", ".join(facts.tags))
         if facts.whole:

@@ -39,7 +39,7 @@ def open_epoch(context: Context, branch: str, base: Callable[[], SaveName] | Non
             elif start in gone and (behind or start != _newest(context, branch)):
                 behind = None
                 continue
-            if not _create(context, branch, number, start):
+            if not _create(context, branch, number, start, chosen=base is not None):
                 behind = None
                 continue
             removed, behind = _meanwhile(context, branch, number, start)
@@ -54,7 +54,7 @@ def open_epoch(context: Context, branch: str, base: Callable[[], SaveName] | Non
     raise ConflictError(f"other runs keep taking over branch {branch}; see which of them should stop")
 
 
-def _create(context: Context, branch: str, number: int, start: SaveName | None) -> bool:
+def _create(context: Context, branch: str, number: int, start: SaveName | None, *, chosen: bool) -> bool:
     """Open epoch `number`, going on from `start`; False if another run took its number."""
     record = records.Epoch(
         branch=branch,
@@ -62,6 +62,7 @@ def _create(context: Context, branch: str, number: int, start: SaveName | None) 
         base=str(start) if start else None,
         base_epoch=_epoch_of(context, start) if start else -1,
         owner=current_owner(),
+        chosen=chosen,
     )
     return context.backend.put_if_absent(layout.epoch(branch, number), records.encode(record))
 
@@ -76,7 +77,8 @@ def _meanwhile(context: Context, branch: str, number: int, start: SaveName | Non
     removed = start is not None and (start in history.marks.removed or start not in history.saves)
     if start is not None and not removed:
         _withdraw_of_the_dead(context, start, history.marks.condemned.get(start, frozenset()))
-    return removed, None if superseded else history.left_behind(branch, number)
+    base = history.epochs(branch).bases.get(number)
+    return removed, None if superseded or base is None else history.left_behind(branch, base, but=number)
 
 
 def _withdraw_of_the_dead(context: Context, save: SaveName, nonces: Collection[str]) -> None:

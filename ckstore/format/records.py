@@ -157,14 +157,18 @@ class Tag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: Seconds
 
 
-class Epoch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run took over a branch, going on from `base`; later records of older epochs are fenced."""
+class Epoch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A run took over a branch, going on from `base`; later records of older epochs are fenced.
+
+    `chosen` when the base was named: then they are left behind on purpose, else by chance.
+    """
 
     branch: Branch
     number: Count
     base: Save | None
     base_epoch: int
     owner: Owner
+    chosen: bool = False
 
 
 class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -530,3 +530,42 @@ def test_the_newest_that_only_the_dead_condemned_is_in_use_again(store: Store, n
     store._context.backend.put(layout.mark(newest, "condemned-dead"), records.encode(mark))
     store.gc()
     assert [(info.step, info.state) for info in store.snapshots()] == [(2, "ok"), (1, "ok")]
+
+
+@pytest.mark.parametrize("how", ["dies", "two at once"])
+def test_what_was_saved_while_runs_took_over_is_gone_on_from(open_here: Open, elsewhere: Elsewhere, how: str) -> None:
+    """The first of them has seen the snapshot before that, and then dies; or it finds the epoch of the second one."""
+    backend = MemoryBackend()
+    old, two, other = (open_here(backend, cache=name) for name in ("old", "two", "other"))
+    for step in (1, 2):
+        old.save({"n": step}, step=step)
+    then = SystemExit() if how == "dies" else elsewhere(two.open_epoch)
+    faulty = FaultyBackend(
+        backend,
+        Fault("put_if_absent", 1, elsewhere(lambda: old.save({"n": 3}, step=3)), where="epochs/"),
+        Fault("list", 4, then, where="marks/"),
+    )
+    one = open_here(faulty, cache="one")
+    if how == "dies":
+        _killed(one.open_epoch)
+        assert other.restore()["n"] == 2
+        assert steps(other) == [1, 2, 3]
+        assert other.prune({"keep_last": 1}).removed
+        assert steps(other) == [2, 3]
+        two.open_epoch()
+    else:
+        one.open_epoch()
+    faulty.faults.assert_fired()
+    assert other.restore()["n"] == 3
+    other.prune({"keep_last": 1})
+    assert [(info.step, info.state) for info in other.snapshots()] == [(3, "ok")]
+
+
+def test_what_was_left_behind_on_purpose_is_not_kept(open_here: Open) -> None:
+    store = open_here(MemoryBackend())
+    for step in (1, 2, 3):
+        store.save({"n": step}, step=step)
+    store.open_epoch(base=1)
+    assert set(store.prune({"keep_last": 1}).kept) == {store.resolve(1).id}
+    assert open_here(store._context.backend, cache="other").open_epoch() == 2
+    assert store.restore()["n"] == 1
