@@ -256,16 +256,17 @@ class Store:
         runner = WriterClient(self._context, writing.nice) if writing.process else ThreadRunner(self._context)
         made = Background(self._context, runner, writing.limit)
         with self._lock:  # held for no longer than that: a fork in another thread would take it along
-            if self._saves_in_background() is None:
-                self._background = made
-            found = self._background
+            found = self._saves_in_background()
+            if found is None and not self._closed:
+                found = self._background = made
         if found is not made:
             made.release()
-        else:
-            # Whoever forgets to close the store leaves no process behind.
-            weakref.finalize(self, made.release).atexit = False
-        assert found is not None
-        return found
+            if found is None:
+                raise InvalidInputError(f"{self} was closed")
+            return found
+        # Whoever forgets to close the store leaves no process behind.
+        weakref.finalize(self, made.release).atexit = False
+        return made
 
     def restore(
         self,
