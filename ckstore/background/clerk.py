@@ -282,9 +282,7 @@ class Clerk:
         job, size = claim.job, max(claim.job.layout.size, staging.PAGE)
         is_idle = not (self._lent or self._queued or self._running)
         if claim.when_busy == "skip" and not (is_idle and self._areas.may_lend(size)):
-            _log.warning("the save of step %d is skipped: another one is under way", job.pending.step)
-            job.pending.give_up("skipped")
-            job.pending.copied()
+            skip(job.pending)
             self._forget(job)
             return SKIPPED
         if claim.when_busy == "replace" and not self._lent and self._queued is not None:
@@ -419,6 +417,13 @@ class Clerk:
                 failed = repr(error)
             log_pruned(failed)
             self.post(self.pruned, job)
+
+
+def skip(pending: PendingSave) -> None:
+    """Do without a save, and say so."""
+    _log.warning("the save of step %d is skipped: another one is under way", pending.step)
+    pending.give_up("skipped")
+    pending.copied()
 
 
 def log_pruned(failed: str | None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckstore import saver, staging
 from ckstore.background import exit
-from ckstore.background.clerk import SKIPPED, Clerk, Hold, NoMemory, log_pruned
+from ckstore.background.clerk import SKIPPED, Clerk, Hold, NoMemory, log_pruned, skip
 from ckstore.background.runner import Runner, ThreadRunner
 from ckstore.background.steady import is_within, spans_of
 from ckstore.context import Context
@@ -185,9 +185,7 @@ class Background:
     ) -> PendingSave:
         """Save within the call: the state cannot be staged."""
         if wishes.when_busy == "skip" and self._clerk.jobs:
-            _log.warning("the save of step %d is skipped: another one is under way", pending.step)
-            pending.give_up("skipped")
-            pending.copied()
+            skip(pending)
             return pending
         self.flush()
         started = time.monotonic()
