@@ -38,12 +38,15 @@ if TYPE_CHECKING:
         NoSpaceError,
         NotFoundError,
         NotSavedError,
+        SaveFailedError,
         UnsupportedTypeError,
     )
     from ckstore.info import SnapshotInfo
+    from ckstore.member import Member
     from ckstore.oneline import restore, save
     from ckstore.pending import PendingSave
     from ckstore.retention import Retention
+    from ckstore.snapshot import Rows, Snapshot
     from ckstore.state.match import RestoreReport
     from ckstore.store import Store
     from ckstore.store import open_store as open
@@ -61,6 +64,7 @@ __all__ = [
     "FencedError",
     "FormatError",
     "InvalidInputError",
+    "Member",
     "MismatchError",
     "NoSpaceError",
     "NotFoundError",
@@ -68,6 +72,9 @@ __all__ = [
     "PendingSave",
     "RestoreReport",
     "Retention",
+    "Rows",
+    "SaveFailedError",
+    "Snapshot",
     "SnapshotDetail",
     "SnapshotInfo",
     "Store",
@@ -84,6 +91,9 @@ _HOMES = {
     "restore": ("ckstore.oneline", "restore"),
     "Store": ("ckstore.store", "Store"),
     "PendingSave": ("ckstore.pending", "PendingSave"),
+    "Member": ("ckstore.member", "Member"),
+    "Rows": ("ckstore.snapshot", "Rows"),
+    "Snapshot": ("ckstore.snapshot", "Snapshot"),
     "SnapshotInfo": ("ckstore.info", "SnapshotInfo"),
     "SnapshotDetail": ("ckstore.diff", "SnapshotDetail"),
     "DiffReport": ("ckstore.diff", "DiffReport"),

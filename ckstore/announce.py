@@ -34,8 +34,9 @@ PATIENCE_SECONDS = 600.0
 class Renewal:
     """Moves the counter of one announcement until it is closed."""
 
-    def __init__(self, publish: Callable[[int], None]) -> None:
+    def __init__(self, publish: Callable[[int], None], every: float | None = None) -> None:
         self._publish = publish
+        self._every = RENEW_SECONDS if every is None else every
         self._stop = threading.Event()
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="ckstore-renewal", daemon=True)
         try:
@@ -45,7 +46,7 @@ class Renewal:
 
     def _run(self) -> None:
         counter = 0
-        while not self._stop.wait(RENEW_SECONDS):
+        while not self._stop.wait(self._every):
             counter += 1
             # A renewal that fails is tried again at the next turn; if it never succeeds, somebody gives us up.
             with suppress(CkstoreError):
@@ -67,8 +68,12 @@ class Announced:
 
 
 @contextmanager
-def announced(backend: Backend, record: records.Announcement) -> Iterator[Announced]:
+def announced(
+    backend: Backend, record: records.Announcement, every: float | None = None
+) -> Iterator[Announced]:
     """Publish a save, then see which of its parents are still safe to build on. Withdrawn at exit.
+
+    Its counter moves `every` so many seconds, RENEW_SECONDS by default.
 
     The caller decides the save (COMMIT or ABORT) before it leaves; if it could not, leaving by an exception keeps the
     announcement, so that the undecided save stays visible until gc decides it.
@@ -80,7 +85,7 @@ def announced(backend: Backend, record: records.Announcement) -> Iterator[Announ
         backend.put(name, data, durable=False)
 
     publish(0)
-    renewal = Renewal(publish)
+    renewal = Renewal(publish, every)
     try:
         named = tuple(map(SaveName.parse, record.parents))
         marks = read_marks_about(backend, named)

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ckstore import layout
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, FencedError, NoSpaceError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, FencedError, NoSpaceError, NotFoundError, SaveFailedError
 from ckstore.format import records
 from ckstore.history import is_void, newest_epoch, read_decision, read_floor, read_optional
 from ckstore.ids import SaveName
@@ -41,15 +41,19 @@ def _create(context: Context, save: SaveName, record: records.Commit | records.R
         if not _won_after_all(context, save, error):
             raise
         created = True
-    if not created and not isinstance(_standing(context, save), type(record)):
-        raise given_up(save)
+    if not created and not isinstance(standing := _standing(context, save), type(record)):
+        raise given_up(save, standing, record.step if isinstance(record, records.Commit) else 0)
     _check_floor(context, save)
 
 
-def abort(context: Context, save: SaveName, reason: str) -> bool:
-    """Create ABORT; True if the save is aborted now, False if it had been committed."""
+BELOW_FLOOR = "its sequence is below the floor"
+"""Why a save gives up its name and takes another one."""
+
+
+def abort(context: Context, save: SaveName, reason: str, rank: int | None = None) -> bool:
+    """Create ABORT; True if the save is aborted now, False if it had been committed. `rank` is the one that failed."""
     said = reason[:1000].encode("utf-8", "backslashreplace").decode()  # it may name a file whose name is no text
-    record = records.Abort(str(save), said, current_owner())
+    record = records.Abort(str(save), said, current_owner(), rank)
     if context.backend.put_if_absent(layout.snapshot(save), records.encode(record)):
         return True
     return isinstance(_standing(context, save), records.Abort | None)
@@ -65,7 +69,7 @@ def _standing(context: Context, save: SaveName) -> records.Decision | None:
         raise
 
 
-def discard(context: Context, save: SaveName, reason: str) -> None:
+def discard(context: Context, save: SaveName, reason: str, rank: int | None = None) -> None:
     """Delete what a save of this process wrote and abort it: it never tried to commit.
 
     Deleting comes first, as a full disk may need the room for the record. What fails here is left for gc.
@@ -73,7 +77,7 @@ def discard(context: Context, save: SaveName, reason: str) -> None:
     with suppress(CkstoreError):
         _delete_written(context, save)
     try:
-        abort(context, save, reason)
+        abort(context, save, reason, rank)
     except NoSpaceError:
         # Nothing will ever commit it: without its announcement, gc decides what there still is of it.
         with suppress(CkstoreError):
@@ -87,14 +91,27 @@ def is_aborted(context: Context, save: SaveName) -> bool:
 
     False too if that cannot be read.
     """
+    return read_abort(context, save) is not None
+
+
+def read_abort(context: Context, save: SaveName) -> records.Abort | None:
+    """The ABORT under the name of `save`, or one in place of what a floor has cleared away; None if there is none.
+
+    None too if that cannot be read.
+    """
     try:
-        return isinstance(_standing(context, save), records.Abort | None)
+        standing = _standing(context, save)
     except CkstoreError:
-        return False
+        return None
+    if standing is None:
+        return records.Abort(str(save), "it was given up and cleared away meanwhile", current_owner())
+    return standing if isinstance(standing, records.Abort) else None
 
 
-def given_up(save: SaveName) -> FencedError:
-    """What to tell the writer of a save that somebody else aborted."""
+def given_up(save: SaveName, standing: records.Decision | None, step: int) -> FencedError | SaveFailedError:
+    """What to tell the writer of a save that somebody else aborted: another rank of it, or one who gave it up."""
+    if isinstance(standing, records.Abort) and standing.rank is not None:
+        return SaveFailedError(standing.rank, step, standing.reason)
     return FencedError(f"save {save.nonce} was aborted from outside while it was being written; save again")
 
 

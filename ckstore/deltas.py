@@ -133,16 +133,21 @@ def _gives(encoded: Encoded, base: Base, held: memoryview, plain: memoryview) ->
 
 
 def deltas_from(
-    context: Context, known: Known, parent: SaveName, captured: Captured, held: Held | None = None
+    context: Context, known: Known, captured: Captured, held: Held | None = None, rank: int = 0
 ) -> Deltas | None:
-    """The deltas of a save of `captured` from the snapshot `parent`; None if that cannot be read as a base."""
-    if not context.profile.delta_depth:
+    """The deltas of a save of `captured` from the part of `rank`, or of the first one, in its first parent.
+
+    None if that cannot be read as a base.
+    """
+    parent = known.parent
+    if not context.profile.delta_depth or parent is None:
         return None
     try:
         commit = read_decision(context, parent)
-        if not isinstance(commit, Commit) or len(commit.manifests) != 1:
+        if not isinstance(commit, Commit):
             return None
-        manifest = read_manifest(context, parent, commit.manifests[0])
+        entry = commit.manifests[rank if rank < len(commit.manifests) else 0]
+        manifest = read_manifest(context, parent, entry)
         return Deltas(context, known, manifest, captured, held)
     except CkstoreError:
         return None  # a damaged parent is only a lost chance to save space

@@ -80,6 +80,20 @@ class NotSavedError(CkstoreError):
         super().__init__(f"the save of step {step} was {reason}: nothing was written")
 
 
+class SaveFailedError(CkstoreError):
+    """A save by several ranks failed, everywhere: nothing of it is visible. Training may go on; the next save may work.
+
+    `rank` is the one that failed, None where it is not known; `step` is what was to be saved.
+    """
+
+    def __init__(self, rank: int | None, step: int, reason: str) -> None:
+        self.rank = rank
+        self.step = step
+        self.reason = reason
+        who = "a rank" if rank is None else f"rank {rank}"
+        super().__init__(f"the save of step {step} failed on {who}: {reason}")
+
+
 class FormatError(CkstoreError):
     """Not a store, or written by a version whose format or features this one does not know."""
 

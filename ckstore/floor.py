@@ -26,10 +26,10 @@ WORTH_IT = 64
 """Void records that make it worth raising the floor."""
 
 
-def new_name(history: History) -> SaveName:
+def new_name(history: History, nonce: str) -> SaveName:
     """A name for a save or a repack that begins now: above every other that was seen, and above the floor."""
     seen = [*history.saves[:1], *list_saves(history.context.backend, layout.SAVES)[:1]]
-    return SaveName(max([save.sequence for save in seen] + [_current(history.context)]) + 1, new_nonce())
+    return SaveName(max([save.sequence for save in seen] + [_current(history.context)]) + 1, nonce)
 
 
 def is_below(context: Context, save: SaveName) -> bool:
@@ -140,7 +140,8 @@ def _delete_void(context: Context, floor: records.Floor) -> int:
     """Delete void records and the facts about them. A save that still has packs keeps its record, void as it is."""
     backend = context.backend
     listed = {SaveName.parse(save) for save in floor.live}
-    holding = {*list_saves(backend, layout.PACKS), *list_saves(backend, layout.MANIFESTS)}
+    houses = (layout.PACKS, layout.MANIFESTS, layout.PARTS)
+    holding = {save for house in houses for save in list_saves(backend, house)}
     deleted = 0
     for save in list_saves(backend, layout.SNAPSHOTS):
         if save.sequence < floor.sequence and save not in listed and save not in holding:

@@ -91,7 +91,8 @@ def give_up(context: Context, patience: float = PATIENCE_SECONDS) -> Sweep:
     """
     result = Sweep()
     # Remains first: a save is announced before it writes, so those that no announcement claims afterwards are nobody's.
-    remains = _owners([*context.backend.list(layout.PACKS), *context.backend.list(layout.MANIFESTS)])
+    houses = (layout.PACKS, layout.MANIFESTS, layout.PARTS)
+    remains = _owners(name for house in houses for name in context.backend.list(house))
     announcers = list_announcers(context.backend)
     given_up = Patience(context.cache, context.monotonic, patience).exhausted(announcers)
     gone = [one for one in announcers if one.name in given_up]
@@ -124,17 +125,20 @@ def plan_sweep(context: Context) -> Sweep:
 
 def _survey(context: Context) -> Garbage:
     backend = context.backend
-    packs, manifests = backend.list(layout.PACKS), backend.list(layout.MANIFESTS)
+    packs, manifests, parts = (backend.list(house) for house in (layout.PACKS, layout.MANIFESTS, layout.PARTS))
     announcers = list_announcers(backend)
     # In this order: what is decided here is in the history too, so a save that commits between the two stays untouched.
     decided = frozenset(list_saves(backend, layout.SNAPSHOTS))
     history = read_history(context)
-    _refuse_short_listing(context, decided, _owners([*packs, *manifests]))
+    _refuse_short_listing(context, decided, _owners([*packs, *manifests, *parts]))
     needed = _needed_packs(history)
     live = {save for save, _ in history.commits()}
     return Garbage(
         packs=tuple(name for name in packs if layout.owning_save(name) in decided and name not in needed),
-        objects=tuple(n for n in manifests if (owner := layout.owning_save(n)) in decided and owner not in live),
+        objects=(
+            *(name for name in manifests if (owner := layout.owning_save(name)) in decided and owner not in live),
+            *(name for name in parts if layout.owning_save(name) in decided),
+        ),
         decided=decided,
         removed=history.marks.removed,
         waiting_for=tuple(sorted(one.purpose for one in announcers if one.save and one.save not in decided)),

@@ -5,7 +5,7 @@ A hit is a hint: it counts only if its pack is known to be there from elsewhere.
     c <chunk id>                22 bytes: number of the pack, offset, stored size, codec, param, CRC-32
     p <number, big-endian>      name of the pack
     n <name of the pack>        number
-    s <name of a save>          nothing: all chunks of that save are in the index
+    s <name of a save>/<rank>   nothing: all chunks that this rank saved are in the index
 
 The CRC covers id, entry and the pack's name, so that an entry whose pack was forgotten, or whose number now means
 another pack, is a miss.
@@ -57,21 +57,21 @@ class ChunkIndex:
             return None
         return self._environment.read(lambda transaction: self._find(transaction, chunk), None)
 
-    def covers(self, save: SaveName) -> bool:
-        """Whether the chunks of `save` were added, and no pack was forgotten since."""
+    def covers(self, save: SaveName, rank: int = 0) -> bool:
+        """Whether the chunks that `rank` saved were added, and no pack was forgotten since."""
         if self._closed:
             return False
-        return self._environment.read(lambda transaction: transaction.get(_save_key(save)) is not None, False)
+        return self._environment.read(lambda transaction: transaction.get(_save_key(save, rank)) is not None, False)
 
-    def add(self, save: SaveName, ids: Sequence[bytes], locations: Sequence[Location]) -> None:
-        """Remember where the chunks of the committed `save` are; skipped when another process is writing.
+    def add(self, save: SaveName, ids: Sequence[bytes], locations: Sequence[Location], rank: int = 0) -> None:
+        """Remember where the chunks of a rank of the committed `save` are; skipped when another process is writing.
 
         A save with deltas is not remembered: entries have no room for bases, and its manifest has to be read anyway.
         """
         if not self._closed:
             table = table_of(b"" if isinstance(locations, Places) else b"".join(ids), locations)
             if not table.has_deltas:
-                self._environment.write(lambda transaction: _add(transaction, save, table))
+                self._environment.write(lambda transaction: _add(transaction, _save_key(save, rank), table))
 
     def forget(self, packs: Iterable[str]) -> None:
         """Forget these packs and every chunk in them; no save counts as covered after that."""
@@ -108,11 +108,11 @@ class ChunkIndex:
         return spelled
 
 
-def _add(transaction: lmdb.Transaction[bytes], save: SaveName, table: ChunkTable) -> None:
+def _add(transaction: lmdb.Transaction[bytes], covered: bytes, table: ChunkTable) -> None:
     numbers = [_number(transaction, name) for name in table.packs]
     with transaction.cursor() as cursor:
         cursor.putmulti(_entries(table, numbers))
-    transaction.put(_save_key(save), b"")
+    transaction.put(covered, b"")
 
 
 def _entries(table: ChunkTable, numbers: list[int]) -> Iterator[tuple[bytes, bytes]]:
@@ -160,8 +160,8 @@ def _forget(transaction: lmdb.Transaction[bytes], names: list[str]) -> None:
             found = cursor.delete()
 
 
-def _save_key(save: SaveName) -> bytes:
-    return b"s" + str(save).encode()
+def _save_key(save: SaveName, rank: int) -> bytes:
+    return f"s{save}/{rank}".encode()
 
 
 def _crc(chunk: bytes, entry: bytes, name: bytes) -> bytes:

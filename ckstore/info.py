@@ -18,6 +18,7 @@ class SnapshotInfo:
 
     `id` is what refs take, `content` the BLAKE3-256 of the canonical state in hex: equal for equal states. `state`
     is "ok", "quarantined" (found damaged), "condemned" (being removed) or "fenced" (left behind by a newer run).
+    `ranks` is how many processes saved it together, each a part.
     """
 
     id: str
@@ -34,6 +35,7 @@ class SnapshotInfo:
     parent: str | None
     seconds: float
     state: str
+    ranks: int
     order: tuple[int, int, str] = field(repr=False)
 
     @classmethod
@@ -54,6 +56,7 @@ class SnapshotInfo:
             parent=SaveName.parse(commit.parent).nonce if commit.parent else None,
             seconds=commit.seconds,
             state=state,
+            ranks=len(commit.manifests),
             order=order_of(commit),
         )
 

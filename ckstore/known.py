@@ -29,13 +29,15 @@ class Known:
     """The chunks of a save's parents. `find` may be called from several threads."""
 
     def __init__(self, context: Context, parents: tuple[SaveName, ...], marks: Marks) -> None:
+        self.parent = parents[0] if parents else None
+        """The snapshot that the save most resembles."""
         self._context = context
         self._marks = marks
         self._moves = Relocations(context, marks.relocated)
         self._sizes: dict[str, int] = {}
         self._usable: dict[str, bool] = {}
         self._tables: list[ChunkLookup] = []
-        self._untaught: list[tuple[SaveName, Manifest]] = []
+        self._untaught: list[Manifest] = []
         for save in parents:
             self._add(save)
 
@@ -81,8 +83,8 @@ class Known:
 
     def teach_index(self) -> None:
         """Let the index know what had to be read from manifests; for after the commit, as it may take a moment."""
-        for save, table in self._untaught:
-            self._context.index.add(save, table.ids, table.locations)
+        for table in self._untaught:
+            self._context.index.add(table.save, table.ids, table.locations, table.rank)
         self._untaught = []
 
     def _add(self, save: SaveName) -> None:
@@ -90,17 +92,18 @@ class Known:
             commit = read_decision(self._context, save)
             if not isinstance(commit, Commit):
                 return
-            if not self._context.index.covers(save):
-                self._read_tables(save, commit)
+            self._read_tables(save, commit)
             self._sizes.update((pack.name, pack.size) for pack in [*commit.packs, *self._moves.packs(commit.packs)])
         except _LOST:
             return
 
     def _read_tables(self, save: SaveName, commit: Commit) -> None:
-        tables = [read_manifest(self._context, save, entry) for entry in commit.manifests]
-        self._tables += [ChunkLookup(table.chunks) for table in tables]
-        if len(tables) == 1:
-            self._untaught.append((save, tables[0]))
+        """Read the manifests that the index has not seen."""
+        for entry in commit.manifests:
+            if not self._context.index.covers(save, entry.rank):
+                table = read_manifest(self._context, save, entry)
+                self._tables.append(ChunkLookup(table.chunks))
+                self._untaught.append(table)
 
     def _written(self, chunk: bytes) -> Iterator[Location | None]:
         yield self._context.index.get(chunk)

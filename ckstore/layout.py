@@ -5,6 +5,7 @@
     pins/<pin>                  a reader and the snapshots it depends on
     packs/<save>/<rank>-<n>     chunks
     manifests/<save>/<rank>     one rank's tensors and where their chunks are
+    parts/<save>/<rank>         how far a rank is with its part of a save by several   (removed once it is decided)
     snapshots/<save>            COMMIT, ABORT or RELOCATION: one name, created once
     marks/<save>/<fact>         facts about a save, added and never edited
     tags/<tag>                  a name for a snapshot
@@ -28,6 +29,7 @@ SAVES = "saves/"
 PINS = "pins/"
 PACKS = "packs/"
 MANIFESTS = "manifests/"
+PARTS = "parts/"
 SNAPSHOTS = "snapshots/"
 MARKS = "marks/"
 TAGS = "tags/"
@@ -78,6 +80,10 @@ def manifest(save: SaveName, rank: int) -> str:
     return f"{MANIFESTS}{save}/{rank}"
 
 
+def part(save: SaveName, rank: int) -> str:
+    return f"{PARTS}{save}/{rank}"
+
+
 def snapshot(save: SaveName) -> str:
     return f"{SNAPSHOTS}{save}"
 
@@ -114,7 +120,7 @@ def reserve(number: int) -> str:
 def owning_save(name: str) -> SaveName | None:
     """The save whose decision frees the temporaries of object `name`, if it belongs to one."""
     house, _, rest = name.partition("/")
-    if house not in ("saves", "packs", "manifests", "snapshots"):
+    if house not in ("saves", "packs", "manifests", "parts", "snapshots"):
         return None
     try:
         return SaveName.parse(rest.partition("/")[0])

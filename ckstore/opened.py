@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckstore.context import Context
-from ckstore.errors import FormatError
+from ckstore.errors import InvalidInputError
 from ckstore.format.manifest import Manifest
 from ckstore.format.records import Commit
 from ckstore.ids import SaveName
@@ -30,12 +30,20 @@ class Opened:
         return self.manifest.order
 
 
-def open_commit(context: Context, commit: Commit, relocated: Collection[str]) -> Opened:
-    """Open a snapshot that one process wrote; `relocated` are the packs whose frames have moved."""
-    if len(commit.manifests) != 1:
-        ranks = len(commit.manifests)
-        raise FormatError(f"snapshot {commit.save} was written by {ranks} ranks; this version reads one")
-    manifest = read_manifest(context, SaveName.parse(commit.save), commit.manifests[0])
+def open_commit(context: Context, commit: Commit, relocated: Collection[str], rank: int | None = None) -> Opened:
+    """Open what `rank` wrote of a snapshot; `relocated` are the packs whose frames have moved.
+
+    `InvalidInputError` if there is no such rank, or none is named where there are several.
+    """
+    ranks = len(commit.manifests)
+    if rank is None and ranks != 1:
+        raise InvalidInputError(
+            f"{ranks} ranks saved step {commit.step}, each a part: say which with rank=, or restore it with "
+            "ckstore_torch, which puts them together"
+        )
+    if rank is not None and not 0 <= rank < ranks:
+        raise InvalidInputError(f"{ranks} ranks saved step {commit.step}: there is no rank {rank}")
+    manifest = read_manifest(context, SaveName.parse(commit.save), commit.manifests[rank or 0])
     return open_manifest(relocated_manifest(context, manifest, relocated))
 
 

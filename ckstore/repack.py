@@ -26,7 +26,7 @@ from ckstore.format import records
 from ckstore.format.manifest import Location
 from ckstore.format.pack import check_of
 from ckstore.history import History, read_history
-from ckstore.ids import SaveName
+from ckstore.ids import SaveName, new_nonce
 from ckstore.known import read_manifest
 from ckstore.pack import read_footer
 from ckstore.pack_writer import PackWriter
@@ -67,7 +67,7 @@ def repack(context: Context, sparse: float = SPARSE, progress: Progress = silent
     victims = _sparse(_uses(context, history), sparse)
     if not victims:
         return 0
-    save = floor.new_name(history)
+    save = floor.new_name(history, new_nonce())
     record = records.Announcement(
         save=str(save), branch="repack", step=0, epoch=0, parents=[], owner=current_owner()
     )  # a repack builds on no snapshot: it only reads packs that its own marks keep others from building on

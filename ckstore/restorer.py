@@ -45,12 +45,13 @@ class _RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest:
-    """What to restore besides the ref. `keys` are path patterns, None for everything."""
+    """What to restore besides the ref. `keys` are path patterns, None for everything; `rank` is whose part of it."""
 
     keys: tuple[str, ...] | None = None
     strict: bool = True
     cast: bool = False
     atomic: bool = False
+    rank: int | None = None
 
 
 def restore(context: Context, ref: refs.Ref, request: RestoreRequest) -> Any:
@@ -69,13 +70,13 @@ def restore_into(context: Context, ref: refs.Ref, target: Any, request: RestoreR
 
     def fill(commit: Commit, marks: Marks) -> RestoreReport:
         nonlocal touched
-        opened = open_commit(context, commit, marks.relocated)
+        opened = _opened(context, commit, marks, request.rank)
         manifest = opened.manifest
         plan = _planned(opened, target, request)
         if request.atomic:
             _verify_blobs(context, opened, plan.blobs)
         direct = {blob: memory for blob in plan.blobs if (memory := plan.direct(blob)) is not None}
-        buffers = _allocated(manifest, [blob for blob in plan.blobs if blob not in direct]) | direct
+        buffers = allocated(manifest, [blob for blob in plan.blobs if blob not in direct]) | direct
         touched = True
         read_pieces(context, pieces(manifest, buffers, opened.paths))
         plan.finish(buffers)
@@ -114,7 +115,7 @@ def _from_best(context: Context, ref: refs.Ref, purpose: str, read: Callable[[Co
         except _RefusedError as refused:
             raise refused.error from None
         except (CorruptionError, FormatError, NotFoundError) as error:
-            failed[save] = _judge(context, save, commit, error)
+            failed[save] = judge(context, save, commit, error)
             if not ref.floats:
                 raise failed[save] from error
             continue
@@ -160,7 +161,7 @@ def _report_unreadable(damaged: dict[SaveName, Any], reported: set[SaveName]) ->
                       CkstoreWarning, stacklevel=6)  # fmt: skip
 
 
-def _judge(
+def judge(
     context: Context, save: SaveName, commit: Commit, error: CorruptionError | FormatError | NotFoundError
 ) -> CkstoreError:
     """A miss is damage only if the snapshot is live when read again; then it is quarantined, with the evidence."""
@@ -182,6 +183,13 @@ def _judge(
     return found
 
 
+def _opened(context: Context, commit: Commit, marks: Marks, rank: int | None) -> Opened:
+    try:
+        return open_commit(context, commit, marks.relocated, rank)
+    except InvalidInputError as error:
+        raise _RefusedError(error) from error
+
+
 def _planned(opened: Opened, target: Any, request: RestoreRequest) -> matching.IntoPlan:
     try:
         return matching.plan_into(
@@ -192,17 +200,17 @@ def _planned(opened: Opened, target: Any, request: RestoreRequest) -> matching.I
 
 
 def _read_state(context: Context, commit: Commit, marks: Marks, request: RestoreRequest) -> Any:
-    opened = open_commit(context, commit, marks.relocated)
+    opened = _opened(context, commit, marks, request.rank)
     try:
         needed = building.blobs_needed(opened.tree, request.keys)
     except NotFoundError as error:
         raise _RefusedError(error) from error
-    buffers = _allocated(opened.manifest, sorted(needed))
+    buffers = allocated(opened.manifest, sorted(needed))
     read_pieces(context, pieces(opened.manifest, buffers, opened.paths))
     return building.build(opened.tree, opened.order, buffers, request.keys)
 
 
-def _allocated(manifest: Manifest, blobs: Iterable[int]) -> dict[int, memoryview]:
+def allocated(manifest: Manifest, blobs: Iterable[int]) -> dict[int, memoryview]:
     """Memory for `blobs`. What a snapshot claims may be more than there is, damaged or not."""
     sizes = {blob: manifest.blob_sizes[blob] for blob in blobs}
     try:

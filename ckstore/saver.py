@@ -1,32 +1,33 @@
 """A save: announce, cut, hash, skip what is known, encode, pack, commit.
 
-Whatever is referred to is durable before what refers to it: packs, then the manifest, then the commit record.
+Whatever is referred to is durable before what refers to it: packs, then the manifest, then the commit record. Of
+several ranks the first does all of that, and waits for the parts of the others before it commits (`together`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckstore import floor, layout
+from ckstore import floor, layout, rank_writer, together
 from ckstore.announce import announced
-from ckstore.chunk_writer import ChunkWriter
-from ckstore.commit import check_epoch, check_same_store, commit, discard, given_up, is_aborted
+from ckstore.commit import BELOW_FLOOR, check_epoch, check_same_store, commit, discard, given_up, read_abort
 from ckstore.context import Context
-from ckstore.deltas import Deltas, Held, deltas_from
-from ckstore.errors import CkstoreError, ConflictError, NotFoundError
-from ckstore.format import manifest, records
-from ckstore.format.chunks import ChunkTable, Ids, Places, table_of
-from ckstore.history import History, is_void, read_decision, read_floor, read_history, warn
-from ckstore.ids import SaveName, digest
+from ckstore.deltas import Held
+from ckstore.errors import CkstoreError, ConflictError, FencedError, NotFoundError, SaveFailedError
+from ckstore.format import records
+from ckstore.history import History, Marks, is_void, read_decision, read_floor, read_history, warn
+from ckstore.ids import SaveName, digest, new_nonce
 from ckstore.known import Known
+from ckstore.member import ATTEMPTS, Member, reason_of
 from ckstore.process import current_owner
+from ckstore.rank_writer import Share, Written
 from ckstore.reserve import check_whole
 from ckstore.state.capture import Captured
 from ckstore.tags import put_tag
+from ckstore.together import Blame
 
-INLINE_BYTES = 64 << 10
-"""A manifest up to this size stands inside the commit record."""
+_WRITER_GONE = "its writer is gone"
 _MOST_PARENTS = 8
 _MOST_LOOKED_AT = 64
 """Records among which other branches' newest are looked for: a save must not cost more the older the store is."""
@@ -34,7 +35,10 @@ _MOST_LOOKED_AT = 64
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What to save besides the state. `epoch` is the one this writer opened, None if it opened none."""
+    """What to save besides the state. `epoch` is the one this writer opened, None if it opened none.
+
+    `member` says which rank's part of the whole state it is; None: all of it.
+    """
 
     step: int
     branch: str = "main"
@@ -42,21 +46,25 @@ class SaveRequest:
     meta: bytes = b"\xc0"
     full: bool = False
     epoch: int | None = None
+    member: Member | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A snapshot that is durable, and those of the wanted tags that it got."""
+    """A snapshot that is durable, and those of the wanted tags that it got: the rank that leads sets them."""
 
     record: records.Commit
     tags: tuple[str, ...]
+
+
+Named = Callable[[SaveName], None]
 
 
 def save(
     context: Context,
     captured: Captured,
     request: SaveRequest,
-    named: Callable[[SaveName], None] = lambda _: None,
+    named: Named = lambda _: None,
     held: Held | None = None,
 ) -> Saved:
     """Write a snapshot; when this returns it is durable. On any error nothing of it remains visible.
@@ -64,40 +72,92 @@ def save(
     `held` is what may still be in memory of the snapshot before. A tag that cannot be set is no error but a warning:
     the snapshot stands. `named` is told the name that the save has taken, before anything is written under it: whoever
     outlives this process can ask `settle` what became of it.
+
+    Of several ranks, each calls this with its own part. `SaveFailedError` on all of them says which one failed;
+    `FencedError` that a newer run has taken over.
     """
+    member = request.member
+    if member is None:
+        return _lead(context, captured, request, named, held)
+    with member.telling():
+        try:
+            if member.rank == 0:
+                return _lead(context, captured, request, named, held)
+            return Saved(_follow(context, captured, request, named, held), ())
+        except (SaveFailedError, FencedError):
+            raise
+        except (CkstoreError, OSError) as error:
+            raise SaveFailedError(member.rank, request.step, reason_of(error)) from error
+
+
+def _lead(context: Context, captured: Captured, request: SaveRequest, named: Named, held: Held | None) -> Saved:
     started = context.monotonic()
     check_same_store(context)  # and again at the commit
     check_whole(context.backend)
-    for _ in range(8):
+    member = request.member
+    world, every = (1, None) if member is None else (member.world, together.RENEW_SECONDS)
+    for attempt in range(ATTEMPTS):
         history = read_history(context)
-        announcement = _announcement(context, history, request)
+        announcement = _announcement(context, history, request, attempt)
         name = SaveName.parse(announcement.save)
-        with announced(context.backend, announcement) as under:
+        with announced(context.backend, announcement, every) as under:
             if floor.is_below(context, name):
                 # gc is clearing away old records and may not have seen this announcement: take a newer name.
-                discard(context, name, "its sequence is below the floor")
+                discard(context, name, BELOW_FLOOR)
                 continue
-            parents = () if request.full else under.parents
-            known = Known(context, parents, under.marks)
+            known = Known(context, () if request.full else under.parents, under.marks)
             try:
                 named(name)
-                deltas = deltas_from(context, known, parents[0], captured, held) if parents else None
-                record, chunks = _write(context, captured, request, announcement, known, deltas, started)
-                known.check_still_there(pack.name for pack in record.packs if layout.save_of_pack(pack.name) != name)
+                written = rank_writer.write(context, captured, Share(name, 0, world), known, held)
+                parts = [written.contribution]
+                if member is not None:
+                    parts += together.gather(context, announcement, member)
                 check_epoch(context, request.branch, announcement.epoch)
             except BaseException as error:
-                aborted = is_aborted(context, name)
-                discard(context, name, f"{type(error).__name__}: {error}")
-                if aborted and isinstance(error, CkstoreError):
+                aborted = read_abort(context, name)
+                blame = Blame.of(error, 0)
+                discard(context, name, blame.reason, None if member is None else blame.rank)
+                if member is not None:
+                    together.leave_word(context, announcement)
+                if aborted is not None and isinstance(error, CkstoreError):
                     # Whatever went wrong: what it was built from may have been taken since.
-                    raise given_up(name) from error
+                    raise given_up(name, aborted, request.step) from error
                 raise
+            record = _record(context, request, announcement, parts, started)
             commit(context, record)
             tagged = _set_tags(context, name, request.tags)
-        context.index.add(name, Ids(chunks), Places(chunks))
-        known.teach_index()
+        rank_writer.teach_index(context, name, written)
         return Saved(record, tagged)
     raise ConflictError("gc kept clearing away the names chosen for this save; try again")
+
+
+def _follow(
+    context: Context, captured: Captured, request: SaveRequest, named: Named, held: Held | None
+) -> records.Commit:
+    """Write this rank's part of a save that rank 0 leads, and see it committed."""
+    member = request.member
+    assert member is not None
+    check_same_store(context)
+    check_whole(context.backend)
+    passed: set[SaveName] = set()
+    while True:
+        announcement = together.await_leader(context, request.step, request.branch, member, passed)
+        name = SaveName.parse(announcement.save)
+
+        share = Share(name, member.rank, member.world)
+
+        def write(parents: tuple[SaveName, ...], marks: Marks, share: Share = share) -> Written:
+            known = Known(context, () if request.full else parents, marks)
+            named(share.save)
+            return rank_writer.write(context, captured, share, known, held)
+
+        try:
+            written, record = together.take_part(context, announcement, member, request.epoch, write)
+        except together.BelowFloor:
+            passed.add(name)
+            continue
+        rank_writer.teach_index(context, name, written)
+        return record
 
 
 def settle(context: Context, name: SaveName, request: SaveRequest) -> Saved | None:
@@ -108,29 +168,36 @@ def settle(context: Context, name: SaveName, request: SaveRequest) -> Saved | No
     try:
         decision = read_decision(context, name)
     except NotFoundError:
-        # Nobody is left who could commit it.
-        discard(context, name, "its writer is gone")
-        return None
+        rank = None if request.member is None else request.member.rank
+        if not rank:  # nobody is left who could commit it
+            discard(context, name, _WRITER_GONE, rank)
+            return None
+        if together.give_up(context, name, rank, Blame(rank, _WRITER_GONE)):
+            return None
+        decision = read_decision(context, name)
     if not isinstance(decision, records.Commit) or is_void(read_floor(context.backend), name):
         return None
     context.backend.sync(layout.SNAPSHOTS)  # whoever created it may have died before its name was durable
     return Saved(decision, _set_tags(context, name, request.tags))
 
 
-def _announcement(context: Context, history: History, request: SaveRequest) -> records.Announcement:
+def _announcement(context: Context, history: History, request: SaveRequest, attempt: int) -> records.Announcement:
     epochs = history.epochs(request.branch)
     epoch = epochs.newest if request.epoch is None else request.epoch
     if epochs.newest > epoch:
         check_epoch(context, request.branch, epoch)
     if request.epoch is None:  # a run that opened an epoch itself knows that it is its own
         epochs.refuse_unreadable(request.branch)
+    member = request.member
     return records.Announcement(
-        save=str(floor.new_name(history)),
+        save=str(floor.new_name(history, new_nonce() if member is None else member.nonce(attempt))),
         branch=request.branch,
         step=request.step,
         epoch=epoch,
         parents=[str(parent) for parent in _parents(history, request.branch)],
         owner=current_owner(),
+        world=1 if member is None else member.world,
+        attempt=attempt,
     )
 
 
@@ -148,47 +215,31 @@ def _parents(history: History, branch: str) -> list[SaveName]:
     return ([own] if own else []) + others
 
 
-def _write(
+def _record(
     context: Context,
-    captured: Captured,
     request: SaveRequest,
     announcement: records.Announcement,
-    known: Known,
-    deltas: Deltas | None,
+    parts: Sequence[records.Contribution],
     started: float,
-) -> tuple[records.Commit, ChunkTable]:
-    """Write packs and manifest; the commit record that is to be created, and every chunk with its place."""
-    name = SaveName.parse(announcement.save)
-    chunks = ChunkWriter(context, name, rank=0, known=known, deltas=deltas)
-    ids = chunks.write(captured.blobs)
-    places = Places(table_of(b"".join(ids), [chunks.locations[chunk] for chunk in ids]))
-    sizes = [blob.nbytes for blob in captured.blobs]
-    content = manifest.encode_content(captured.tree, sizes, context.config.chunk_size, ids)
-    entry = _put_manifest(context, name, manifest.encode(name, 0, content, captured.order, places))
-    record = records.Commit(
-        save=str(name),
+) -> records.Commit:
+    """The commit record that is to be created."""
+    packs = {pack.name: pack for part in parts for pack in part.packs}
+    return records.Commit(
+        save=announcement.save,
         branch=request.branch,
         epoch=announcement.epoch,
         step=request.step,
         created=context.now(),
-        manifests=[entry],
-        packs=chunks.closure(places.table.packs),
-        content=digest(content),
-        logical_bytes=sum(sizes),
-        stored_bytes=sum(pack.size for pack in chunks.packs) + entry.size,
+        manifests=[part.manifest for part in parts],
+        packs=[packs[name] for name in sorted(packs)],
+        content=parts[0].content if len(parts) == 1 else digest(b"".join(part.content for part in parts)),
+        logical_bytes=sum(part.logical_bytes for part in parts),
+        stored_bytes=sum(part.stored_bytes for part in parts),
         full=request.full,
         parent=announcement.parents[0] if announcement.parents else None,
         meta=request.meta,
         seconds=context.monotonic() - started,
     )
-    return record, places.table
-
-
-def _put_manifest(context: Context, save: SaveName, data: bytes) -> records.ManifestRef:
-    if len(data) <= INLINE_BYTES:
-        return records.ManifestRef(0, len(data), digest(data), data)
-    context.backend.put(layout.manifest(save, 0), data)
-    return records.ManifestRef(0, len(data), digest(data))
 
 
 def _set_tags(context: Context, save: SaveName, tags: Iterable[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,7 @@ from ckstore.format import records
 from ckstore.history import read_history, read_tags
 from ckstore.ids import SaveName, check_label
 from ckstore.info import SnapshotInfo, snapshot_infos, state_of
+from ckstore.member import Member
 from ckstore.meta import encode_meta
 from ckstore.opening import open_context
 from ckstore.pending import PendingSave
@@ -39,6 +41,7 @@ from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport
 from ckstore.reentry import undisturbed
 from ckstore.retention import Retention
+from ckstore.snapshot import Snapshot, open_snapshot
 from ckstore.state.capture import capture
 from ckstore.tags import put_tag, refuse_removed
 from ckstore.verify import Verifier, VerifyReport
@@ -155,6 +158,7 @@ class Store:
         meta: Mapping[str, Any] | None = None,
         full: bool = False,
         epoch: int | None = None,
+        member: Member | None = None,
     ) -> SnapshotInfo:
         """Save `state` as the newest snapshot of `branch`; durable when this returns.
 
@@ -166,9 +170,12 @@ class Store:
         no part of the snapshot remains. `UnsupportedTypeError` names what cannot be kept before anything is written.
         A tag that cannot be set is a `CkstoreWarning`: the snapshot stands, and what comes back lacks that tag.
         Saves in the background are waited for first, so that the newest snapshot is the one saved last.
+
+        With `member`, `state` is the part of one rank of several, each of which calls this for the same step: one
+        snapshot comes of it, or `SaveFailedError` on all of them.
         """
-        request = self._request(step, branch, tags, meta, full, epoch)
-        with undisturbed("save"):
+        request = self._request(step, branch, tags, meta, full, epoch, member)
+        with undisturbed("save"), nullcontext() if member is None else member.telling():
             if (background := self._saves_in_background()) is not None:
                 background.raise_failed()
                 background.flush()
@@ -186,6 +193,7 @@ class Store:
         meta: Mapping[str, Any] | None = None,
         full: bool = False,
         epoch: int | None = None,
+        member: Member | None = None,
         when_busy: str = "wait",
         steady: Iterable[Any] = (),
         keep: Retention | Mapping[str, Any] | None = None,
@@ -208,9 +216,13 @@ class Store:
         """
         if when_busy not in WHEN_BUSY:
             raise InvalidInputError(f"when_busy is one of {', '.join(WHEN_BUSY)}, not {when_busy!r}")
+        if member is not None and when_busy != "wait":
+            raise InvalidInputError(
+                f"when_busy={when_busy!r} is not for a save by several ranks: each would decide by itself"
+            )
         wishes = Wishes(when_busy, tuple(steady), None if keep is None else Retention.of(keep), tidy)
-        request = self._request(step, branch, tags, meta, full, epoch)
-        with undisturbed("save"):
+        request = self._request(step, branch, tags, meta, full, epoch, member)
+        with undisturbed("save"), nullcontext() if member is None else member.telling():
             if self._closed:
                 raise InvalidInputError(f"{self} was closed")
             captured = capture(state, chunk_size=self._context.config.chunk_size)
@@ -237,13 +249,14 @@ class Store:
         meta: Mapping[str, Any] | None,
         full: bool,
         epoch: int | None,
+        member: Member | None,
     ) -> saver.SaveRequest:
         self._check_writable()
         step, labels = step_of(step), tags_of(tags)
         name_of("branch", branch)
         packed_meta = encode_meta({} if meta is None else meta)
         return saver.SaveRequest(
-            step, branch, labels, packed_meta, full, self._epochs.get(branch) if epoch is None else epoch
+            step, branch, labels, packed_meta, full, self._epochs.get(branch) if epoch is None else epoch, member
         )
 
     def _saves_in_background(self) -> Background | None:
@@ -277,6 +290,7 @@ class Store:
         strict: bool = True,
         cast: bool = False,
         atomic: bool = False,
+        rank: int | None = None,
     ) -> Any:
         """The state of the snapshot that `ref` names, or of the newest good one before it if `ref` floats.
 
@@ -284,12 +298,21 @@ class Store:
         is read. With `into`, live tensors and containers are filled in place and a `RestoreReport` comes back:
         `MismatchError` lists what is missing, unexpected or different before anything changes; `strict=False` reports
         instead; `cast=True` allows another dtype; `atomic=True` verifies every byte before the first is put in place.
+        Of a snapshot that several ranks saved, `rank` says whose part it is.
         """
-        request = restorer.RestoreRequest(patterns_of(keys), strict, cast, atomic)
+        request = restorer.RestoreRequest(patterns_of(keys), strict, cast, atomic, rank)
         with undisturbed("restore"):
             if into is None:
                 return restorer.restore(self._context, refs.parse(ref), request)
             return restorer.restore_into(self._context, refs.parse(ref), into, request)
+
+    def snapshot(self, ref: str | int = "latest") -> Snapshot:
+        """Open a snapshot for reading what any rank saved, whole or by rows; a context manager.
+
+        A ref that floats means the newest whose records are good. What turns out damaged later is a `CorruptionError`
+        and sets the snapshot aside: open again for the one before.
+        """
+        return open_snapshot(self._context, refs.parse(ref))
 
     def snapshots(self, branch: str | None = None) -> list[SnapshotInfo]:
         """Every live snapshot, newest first."""

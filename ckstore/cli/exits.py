@@ -11,6 +11,7 @@ from ckstore.errors import (
     InvalidInputError,
     NotFoundError,
     NotSavedError,
+    SaveFailedError,
 )
 
 OK = 0
@@ -29,6 +30,7 @@ _OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
     (ConflictError, CONFLICT),
     (FencedError, CONFLICT),
     (NotSavedError, CONFLICT),
+    (SaveFailedError, 5),
     (FormatError, 7),
     (OSError, 5),
 )

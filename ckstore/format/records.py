@@ -102,12 +102,40 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="commi
     seconds: Seconds = 0.0
 
 
-class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort", tag_field="record"):
-    """A save that is not and never will be a snapshot."""
+class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank wrote of a save: its manifest, and the packs that its chunks need, bases included."""
+
+    manifest: ManifestRef
+    packs: list[PackRef]
+    content: Hash
+    logical_bytes: Count
+    stored_bytes: Count
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a rank is with its part of a save by several: `counter` moves while it writes, `done` is what it wrote.
+
+    `step` and `epoch` are those that it was told to save.
+    """
+
+    save: Save
+    rank: Count
+    step: Count
+    epoch: Count
+    owner: Owner
+    counter: Count = 0
+    done: Contribution | None = None
+
+
+class Abort(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="abort", tag_field="record"
+):
+    """A save that is not and never will be a snapshot; `rank` is the one that failed, of several, if that is known."""
 
     save: Save
     reason: str
     by: Owner
+    rank: Count | None = None
 
 
 class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,7 +208,8 @@ class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _KINDS: dict[type, bytes] = {
-    Config: b"C", Announcement: b"S", Pin: b"P", Mark: b"K", Damage: b"D", Tag: b"T", Epoch: b"E", Floor: b"F",
+    Config: b"C", Announcement: b"S", Pin: b"P", Part: b"W",
+    Mark: b"K", Damage: b"D", Tag: b"T", Epoch: b"E", Floor: b"F",
 }  # fmt: skip
 _DECISION = b"R"
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ckstore.state import arrays
-from ckstore.state.nodes import Array, Composite, Foreign, Mapping, Run, Sequence
+from ckstore.state.nodes import CONJ, NEG, PARAMETER, REQUIRES_GRAD, Array, Composite, Foreign, Mapping, Run, Sequence
 from ckstore.state.paths import Path, spell, spell_int
 from ckstore.state.tree import Tree
+
+_FLAGS = {PARAMETER: "parameter", REQUIRES_GRAD: "requires_grad", CONJ: "conj", NEG: "neg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Entry:
     """A leaf. `shape` is None for what has none; `nbytes` its elements' size; `value` a scalar's spelling.
 
     `spans` are the bytes it needs: (blob, start, stop). `form` is everything else that makes two leaves equal.
+    `array` is the node of a tensor or array.
     """
 
     path: str
@@ -28,6 +31,12 @@ class Entry:
     value: str = ""
     spans: tuple[tuple[int, int, int], ...] = ()
     form: tuple[object, ...] = ()
+    array: Array | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What a torch tensor is besides its numbers: `parameter`, `requires_grad`, `conj`, `neg`."""
+        return () if self.array is None else tuple(word for bit, word in _FLAGS.items() if self.array.flags & bit)
 
 
 def entries(tree: Tree) -> Iterator[Entry]:
@@ -35,7 +44,17 @@ def entries(tree: Tree) -> Iterator[Entry]:
     for path, index in _walk(tree):
         node = tree.nodes[index]
         if index not in tree.ends or tree.ends[index] == index + 1:
-            yield _entry(spell(path), node)
+            yield leaf_at(node, spell(path))
+
+
+def containers(tree: Tree) -> Iterator[Entry]:
+    """Every container that is no leaf: what it is, and of a tensor kept in parts what stands beside them."""
+    for path, index in _walk(tree):
+        if index in tree.ends and tree.ends[index] != index + 1:
+            node = tree.nodes[index]
+            plain = node.fields if isinstance(node, Composite) else ()
+            value = _short(", ".join(map(str, plain)))
+            yield Entry(spell(path), container_kind(node), value=value, form=(repr(plain),))
 
 
 def blob_paths(tree: Tree) -> dict[int, str]:
@@ -57,7 +76,8 @@ def _walk(tree: Tree) -> Iterator[tuple[Path, int]]:
             waiting += reversed([((*path, step), child) for step, child in tree.children(index)])
 
 
-def _entry(path: str, node: object) -> Entry:
+def leaf_at(node: object, path: str = "") -> Entry:
+    """What a leaf is."""
     match node:
         case Array():
             return _array(path, node)
@@ -66,12 +86,12 @@ def _entry(path: str, node: object) -> Entry:
             span = (node.blob, node.offset, node.offset + node.size)
             return Entry(path, kind, nbytes=node.size, spans=(span,), form=(node.size,))
         case Foreign():
-            return Entry(path, f"torch.{node.kind}", value=str(node.value), form=(repr(node.value),))
+            return Entry(path, f"torch.{node.kind}", value=_short(str(node.value)), form=(repr(node.value),))
         case Mapping() | Sequence() | Composite():
-            return Entry(path, _container(node), value="empty")
+            return Entry(path, container_kind(node), value="empty")
         case np.generic():
             raw = node.tobytes()
-            return Entry(path, "numpy scalar", str(node.dtype), (), len(raw), str(node), form=(raw,))
+            return Entry(path, "numpy scalar", str(node.dtype), (), len(raw), _short(str(node)), form=(raw,))
     spelled = spell_int(node) if type(node) is int else repr(node)
     return Entry(path, type(node).__name__, value=_short(spelled), form=(spelled,))
 
@@ -89,15 +109,17 @@ def _array(path: str, node: Array) -> Entry:
         count * node.view.itemsize,
         spans=() if node.blob is None else ((node.blob, lo, hi),),
         form=(tuple(node.view.shape), tuple(node.view.strides), node.flags),
+        array=node,
     )
 
 
-def _container(node: Mapping | Sequence | Composite) -> str:
+def container_kind(node: object) -> str:
+    """What people call a container: `dict`, `tuple`, `torch sparse_coo`."""
     if isinstance(node, Mapping):
         return "OrderedDict" if node.ordered else "dict"
     if isinstance(node, Sequence):
         return "tuple" if node.is_tuple else "list"
-    return f"torch {node.kind}"
+    return f"torch {node.kind}" if isinstance(node, Composite) else type(node).__name__
 
 
 def _short(text: str) -> str:

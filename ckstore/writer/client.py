@@ -14,11 +14,12 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ckstore import staging
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, FormatError
+from ckstore.errors import BackendError, CkstoreError, FormatError, SaveFailedError
 from ckstore.format import records
 from ckstore.ids import SaveName
 from ckstore.retention import Retention
@@ -81,6 +82,13 @@ class WriterClient:
 
     def save(self, job: Job) -> tuple[Saved, list[str]]:
         """Have a staged save written; the snapshot, which is durable, and what there is to warn of."""
+        member = job.request.member
+        if member is None:
+            return self._save(job)
+        with member.telling():
+            return self._save(job)
+
+    def _save(self, job: Job) -> tuple[Saved, list[str]]:
         how = ""
         for _ in range(ATTEMPTS):
             names: list[SaveName] = []
@@ -96,11 +104,14 @@ class WriterClient:
                         "other one can write this save: save again (staging_limit= of ckstore.open is how much fits)",
                         retryable=True,
                     ) from None
-            except BaseException:
+            except BaseException as error:
                 self._bury()
+                saved = None
                 if names:
                     with suppress(CkstoreError):
-                        settle(self._context, names[-1], job.request)
+                        saved = settle(self._context, names[-1], job.request)
+                if saved is not None and isinstance(error, SaveFailedError):
+                    return saved, []  # another rank failed when all had been done
                 raise
             else:
                 return _outcome(answer)
@@ -114,6 +125,14 @@ class WriterClient:
             size, spans = before.area.size, (list(before.offsets), list(before.sizes))
             channel.send(messages.Before(str(before.save), size, *spans), before.area.fd)
         channel.send(_message(job, self._rate()), job.area.fd)
+        if (member := job.request.member) is not None:
+            channel.on_beat = partial(member.check_told, job.request.step)
+        try:
+            return self._answer(channel, job, names)
+        finally:
+            channel.on_beat = None
+
+    def _answer(self, channel: Channel, job: Job, names: list[SaveName]) -> messages.ToTrainer:
         while True:
             answer = channel.receive_in_trainer()
             if isinstance(answer, Named):
@@ -246,6 +265,8 @@ def _message(job: Job, rate: int | None) -> messages.Save:
     return messages.Save(
         captured.tree, captured.order, rows, job.area.size,
         request.step, request.branch, list(request.tags), request.meta, request.full, request.epoch, rate,
+        None if (one := request.member) is None
+        else messages.MemberRow(one.rank, one.world, one.group, one.ordinal, list(one.owners)),
     )  # fmt: skip
 
 

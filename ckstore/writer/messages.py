@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckstore.errors import BackendError, CkstoreError, FormatError
+from ckstore.process import Owner
 
 MAX_FRAME = 1 << 30
 """Bytes of the largest message: a tree, its order and a table of blobs are below it."""
@@ -76,6 +77,16 @@ class Before(msgspec.Struct, tag=True, frozen=True):
     sizes: list[int]
 
 
+class MemberRow(msgspec.Struct, frozen=True, array_like=True):
+    """Which rank's part of a save by several the state is."""
+
+    rank: int
+    world: int
+    group: str
+    ordinal: int
+    owners: list[Owner]
+
+
 class Save(msgspec.Struct, tag=True, frozen=True):
     """A captured state and what to save beside it. The staging memory of `size` bytes comes with it.
 
@@ -93,6 +104,7 @@ class Save(msgspec.Struct, tag=True, frozen=True):
     full: bool
     epoch: int | None
     bandwidth_limit: int | None = None
+    member: MemberRow | None = None
 
 
 class Named(msgspec.Struct, tag=True, frozen=True):
@@ -158,18 +170,22 @@ ToTrainer = Hello | Opened | Named | Want | Saved | Failed | Pruned
 
 QUIET_SECONDS = 10.0
 """After so long without a byte whoever waits looks after the other end."""
+BEAT_SECONDS = 0.5
+"""How often whoever waits looks whether there is still something to wait for."""
 
 
 class Channel:
     """One end of the socket pair.
 
     `EOFError` when the other end is gone; `FormatError` for what is no message of this version; `BackendError` when
-    the system refuses. `on_quiet` is called whenever nothing could be received or sent for `QUIET_SECONDS`.
+    the system refuses. `on_quiet` is called whenever nothing could be received or sent for `QUIET_SECONDS`, `on_beat`
+    (if that is set) every `BEAT_SECONDS` meanwhile: what it raises ends the wait.
     """
 
     def __init__(self, end: socket.socket, on_quiet: Callable[[], None] | None = None) -> None:
         self._socket = end
         self._on_quiet = on_quiet
+        self.on_beat: Callable[[], None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._to_writer: msgspec.msgpack.Decoder[ToWriter] = msgspec.msgpack.Decoder(ToWriter)
         self._to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
@@ -216,8 +232,14 @@ class Channel:
             return
         poll = select.poll()
         poll.register(self._socket, event)
-        while not poll.poll(QUIET_SECONDS * 1000):
-            self._on_quiet()
+        quiet = 0.0
+        while not poll.poll((turn := QUIET_SECONDS if self.on_beat is None else BEAT_SECONDS) * 1000):
+            quiet += turn
+            if self.on_beat is not None:
+                self.on_beat()
+            if quiet >= QUIET_SECONDS:
+                self._on_quiet()
+                quiet = 0.0
 
     def _send(self, piece: memoryview) -> None:
         flags = socket.MSG_DONTWAIT if self._on_quiet is not None else 0

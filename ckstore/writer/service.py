@@ -20,6 +20,7 @@ from ckstore.deltas import Held
 from ckstore.errors import BackendError, FencedError
 from ckstore.format import records
 from ckstore.ids import SaveName
+from ckstore.member import Member
 from ckstore.opening import open_context
 from ckstore.retention import Retention
 from ckstore.state.capture import Blob, Captured
@@ -97,8 +98,10 @@ class Service:
         self._context.throttle = None if rate is None else throttle_of(self._context.config.store, rate)
 
     def _save(self, message: Save, fd: int | None, held: Held | None) -> Saved | Failed:
+        row = message.member
+        member = None if row is None else Member(row.rank, row.world, row.group, row.ordinal, tuple(row.owners))
         request = saver.SaveRequest(
-            message.step, message.branch, tuple(message.tags), message.meta, message.full, message.epoch
+            message.step, message.branch, tuple(message.tags), message.meta, message.full, message.epoch, member
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckstore import commit, floor, layout, pack_writer, saver
+from ckstore import commit, floor, layout, pack_writer, rank_writer
 from ckstore.announce import pinned
 from ckstore.backend.memory import MemoryBackend
 from ckstore.errors import CkstoreError, CorruptionError, FormatError, NotFoundError
@@ -122,7 +122,7 @@ def build(patch: pytest.MonkeyPatch) -> Subject:
         assert floor.raise_floor(store._context, least=1)
         store.save(state_of(4), step=4, tags=["best"])
         store.drop("step:3", force=True)
-        constants.setattr(saver, "INLINE_BYTES", 0)
+        constants.setattr(rank_writer, "INLINE_BYTES", 0)
         store.open_epoch()
         store.save(state_of(5), step=5)
         store.quarantine("step:4", "looks odd")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckstore import pack_writer, saver
+from ckstore import pack_writer, rank_writer
 from ckstore.backend.fs import Fs
 from ckstore.errors import BackendError
 from ckstore.ids import SaveName
@@ -260,7 +260,7 @@ def limits(**changed: int) -> Iterator[None]:
     """Within it, constants of the writer are these."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changed.items():
-            patch.setattr(saver if hasattr(saver, name) else pack_writer, name, value)
+            patch.setattr(rank_writer if hasattr(rank_writer, name) else pack_writer, name, value)
         yield
 
 

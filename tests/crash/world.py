@@ -108,10 +108,10 @@ class StaleIndex:
     def get(self, chunk: bytes) -> Location | None:
         return self._places.get(chunk)
 
-    def covers(self, save: SaveName) -> bool:
+    def covers(self, save: SaveName, rank: int = 0) -> bool:
         return save in self._covered
 
-    def add(self, save: SaveName, ids: Sequence[bytes], locations: Sequence[Location]) -> None:
+    def add(self, save: SaveName, ids: Sequence[bytes], locations: Sequence[Location], rank: int = 0) -> None:
         self._places.update(zip(ids, locations, strict=True))
         self._covered.add(save)
 
@@ -343,7 +343,7 @@ def simulate(patch: pytest.MonkeyPatch, *, reserve_pieces: int = 0) -> Host:
 
 
 class _NoRenewal:
-    def __init__(self, publish: Callable[[int], None]) -> None:
+    def __init__(self, publish: Callable[[int], None], every: float | None = None) -> None:
         pass
 
     def close(self) -> None:

@@ -89,16 +89,16 @@ def _rule(name: str, scenario: str, *edits: Edit, budget: int = 500, preemptions
 
 _ANNOUNCED_LATE = _edit(
     "announce:announced",
-    ("publish(0)\n    renewal = Renewal(publish)\n    try:\n"
+    ("publish(0)\n    renewal = Renewal(publish, every)\n    try:\n"
      "        named = tuple(map(SaveName.parse, record.parents))\n        marks = read_marks_about(backend, named)\n",
      "named = tuple(map(SaveName.parse, record.parents))\n    marks = read_marks_about(backend, named)\n"
-     "    publish(0)\n    renewal = Renewal(publish)\n    try:\n"),
+     "    publish(0)\n    renewal = Renewal(publish, every)\n    try:\n"),
 )  # fmt: skip
 
 _TRUSTING = _edit(
-    "saver:save",
-    ("                known.check_still_there("
-     "pack.name for pack in record.packs if layout.save_of_pack(pack.name) != name)\n", ""),
+    "rank_writer:write",
+    ("    known.check_still_there("
+     "pack.name for pack in packs if layout.save_of_pack(pack.name) != share.save)\n", ""),
 )  # fmt: skip
 """The last look at reused packs hides other faults but for a moment before the commit; on a storage that shows old
 listings it is the rule itself."""
@@ -117,13 +117,13 @@ RULES = (
     _rule("packs are durable before the commit record", "reuse", _edit(
         "pack_writer:PackWriter._end_stream",
         ("stream.commit()", "self._backend.__dict__.setdefault('deferred', []).append(stream)")), _edit(
-        "saver:save",
+        "saver:_lead",
         ("            commit(context, record)\n",
          "            commit(context, record)\n"
          "            [late.commit() for late in context.backend.__dict__.pop('deferred', [])]\n"))),
     _rule("an announcement stays until its save is decided", "reuse", _edit(
         "announce:announced", ("if _is_decided(backend, SaveName.parse(record.save)):", "if True:")), _edit(
-        "saver:save",
+        "saver:_lead",
         ("            commit(context, record)\n            tagged = _set_tags",
          "        commit(context, record)\n        tagged = _set_tags"))),
     # --- commits
@@ -133,7 +133,8 @@ RULES = (
          "created = context.backend.put(layout.snapshot(save), records.encode(record)) is None"))),
     _rule("who finds the name taken reads what was decided", "given up", _edit(
         "commit:_create",
-        ("if not created and not isinstance(_standing(context, save), type(record)):", "if False:"))),
+        ("if not created and not isinstance(standing := _standing(context, save), type(record)):",
+         "if False:"))),
     _rule("nobody reports failure before trying ABORT", "network", _edit(
         "commit:_create",
         ("if not _won_after_all(context, save, error):\n            raise\n        created = True", "raise"))),
@@ -186,10 +187,10 @@ RULES = (
          "        marks = read_marks(context.backend)\n")), _TRUSTING, preemptions=2, budget=800),
     _rule("gc lists packs before saves", "reuse", _edit(
         "gc:give_up",
-        ("    remains = _owners([*context.backend.list(layout.PACKS), *context.backend.list(layout.MANIFESTS)])\n"
+        ("    remains = _owners(name for house in houses for name in context.backend.list(house))\n"
          "    announcers = list_announcers(context.backend)\n",
          "    announcers = list_announcers(context.backend)\n"
-         "    remains = _owners([*context.backend.list(layout.PACKS), *context.backend.list(layout.MANIFESTS)])\n"))),
+         "    remains = _owners(name for house in houses for name in context.backend.list(house))\n"))),
     _rule("gc lists what is decided before it reads commits", "reuse", _edit(
         "gc:_survey",
         ("    decided = frozenset(list_saves(backend, layout.SNAPSHOTS))\n    history = read_history(context)\n",
@@ -207,7 +208,7 @@ RULES = (
         "floor:_raise",
         ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
     _rule("a save below a proposed floor takes another name", "slow", _edit(
-        "saver:save", ("if floor.is_below(context, name):", "if False:"))),
+        "saver:_lead", ("if floor.is_below(context, name):", "if False:"))),
     _rule("proposals are read before the floor", "slow", _edit(
         "floor:is_below",
         ("    proposed = _proposed_sequences(context)\n    return save.sequence < max([_current(context), *proposed])",
@@ -216,7 +217,7 @@ RULES = (
     _rule("who commits reads the floor afterwards", "floors", _edit(
         "commit:_create", ("    _check_floor(context, save)\n", ""))),
     _rule("a listing is read again when a floor voids something", "floors", _edit(
-        "history:read_history", (" or floor.number == number", " or True"))),
+        "history:read_history", (" or floor.number == number", " or True")), budget=2000),
     _rule("a record that a floor cleared away is no error", "floors", _edit(
         "history:History.decision", ("if not is_void(read_floor(self.context.backend), save):", "if True:"))),
     # --- repack
@@ -235,7 +236,7 @@ RULES = (
          "    withdraw(context, save, victims)\n    finish(context, save, relocation)\n")), _TRUSTING),
     # --- deltas
     _rule("a closure lists the packs of bases", "deltas", _edit(
-        "saver:_write",
+        "rank_writer:write",
         ("chunks.closure(places.table.packs)", "chunks.closure(sorted({place.pack for place in places}))"))),
     _rule("a base counts only in the closure of an announced parent", "stale base", _edit(
         "known:Known.may_use",
@@ -245,7 +246,7 @@ RULES = (
         "repack:_uses", ("range(len(table.chunks))", "range(table.chunks.count)"))),
     # --- epochs, pins, refs
     _rule("an older run is refused", "epochs", _edit(
-        "saver:save", ("check_epoch(context, request.branch, announcement.epoch)", "pass")), _edit(
+        "saver:_lead", ("check_epoch(context, request.branch, announcement.epoch)", "pass")), _edit(
         "saver:_announcement", ("if epochs.newest > epoch:", "if False:"))),
     _rule("a record of an older epoch is never latest", "epochs", _edit(
         "history:History.is_fenced", ("return ceiling is not None and order_of(commit) > ceiling", "return False")),

@@ -77,7 +77,7 @@ def value_of(state: dict[str, Any]) -> int | None:
 class _Still:
     """No renewal: a counter that stands still, as of a process that is stopped."""
 
-    def __init__(self, publish: Callable[[int], None]) -> None:
+    def __init__(self, publish: Callable[[int], None], every: float | None = None) -> None:
         pass
 
     def close(self) -> None:
@@ -143,10 +143,10 @@ class PlainIndex:
     def get(self, chunk: bytes) -> Location | None:
         return self.places.get(chunk)
 
-    def covers(self, save: SaveName) -> bool:
+    def covers(self, save: SaveName, rank: int = 0) -> bool:
         return save in self.saves
 
-    def add(self, save: SaveName, ids: Any, places: Any) -> None:
+    def add(self, save: SaveName, ids: Any, places: Any, rank: int = 0) -> None:
         self.places.update(zip(ids, places, strict=True))
         self.saves.add(save)
 

@@ -229,6 +229,7 @@ def test_every_error_has_a_documented_code() -> None:
         "ConflictError": 6,
         "FencedError": 6,
         "NotSavedError": 6,
+        "SaveFailedError": 5,
         "InvalidInputError": 2,
         "UnsupportedTypeError": 2,
         "MismatchError": 2,

@@ -342,7 +342,7 @@ def test_a_parent_whose_manifest_is_damaged_is_only_a_lost_chance(
     open_here: Open, place: Path, damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_here(profile="compact")
-    monkeypatch.setattr("ckstore.saver.INLINE_BYTES", 0)
+    monkeypatch.setattr("ckstore.rank_writer.INLINE_BYTES", 0)
     train(store, 1)
     damage(place / layout.manifest(SaveName.parse(commit_of(store, 1).save), 0))
     store.save({"w": weights(2)}, step=2)

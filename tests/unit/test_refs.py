@@ -142,7 +142,7 @@ def test_a_name_that_means_one_snapshot_twice_is_not_ambiguous(store: Store) -> 
 
 def test_an_id_may_be_cut_to_four_digits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     nonces = itertools.chain(["abcd111111111111", "abcd222222222222"], iter(new_nonce, ""))
-    monkeypatch.setattr("ckstore.floor.new_nonce", lambda: next(nonces))
+    monkeypatch.setattr("ckstore.saver.new_nonce", lambda: next(nonces))
     first, _ = filled(store, (1, "main"), (2, "main"))
     assert store.resolve("abcd1").id == store.resolve("id:abcd1").id == first
     with pytest.raises(InvalidInputError, match="ambiguous; say which: id:abcd"):
