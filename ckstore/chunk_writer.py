@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import msgspec
 
@@ -40,10 +39,15 @@ class _Whole:
         self.blob = blob
         self._plain = plain
         self._profile = profile
+        self._lock = threading.Lock()  # of its own: one blob is sampled once, and several at the same time
+        self._choice: Choice | None = None
 
-    @cached_property
+    @property
     def choice(self) -> Choice:
-        return choose(self._profile, self.blob.kind, self.blob.itemsize, sample_of(self._plain))
+        with self._lock:
+            if self._choice is None:
+                self._choice = choose(self._profile, self.blob.kind, self.blob.itemsize, sample_of(self._plain))
+            return self._choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,11 @@ class _Chunk:
     def again(self) -> memoryview:
         """The bytes as they are now: nothing is held on to for the rare case that they are needed."""
         return self.whole.blob.load()[self.start : self.start + len(self.plain)]
+
+    def encoded_again(self) -> memoryview:
+        """Their stored form likewise: of equal bytes encoders make equal frames."""
+        choice = self.whole.choice
+        return codec.encode(choice.codec, choice.param, self.again(), choice.level)
 
 
 class ChunkWriter:
@@ -159,12 +168,12 @@ class ChunkWriter:
             if chunk_id in self._claimed:
                 return chunk_id, guess
             self._claimed.add(chunk_id)
-        encoded = self._encode(chunk, plain, chunk_id)
-        if encoded.stored is plain and not is_direct:
-            reserved = pack.reserve(size)
-            aligned.copy(plain, reserved)
-            encoded = replace(encoded, stored=reserved)
-        pack.append(chunk_id, size, encoded, chunk.again if encoded.codec == codec.RAW else None)
+        delta = self._delta(chunk, plain, chunk_id)
+        if delta is not None:
+            pack.append(chunk_id, size, delta)
+            return chunk_id, False
+        encoded = Encoded(codec.RAW, 0, plain) if is_direct else _encoded(chunk, plain, pack)
+        pack.append(chunk_id, size, encoded, chunk.again if encoded.codec == codec.RAW else chunk.encoded_again)
         return chunk_id, False
 
     def _is_stored(self, chunk_id: bytes) -> bool:
@@ -176,11 +185,13 @@ class ChunkWriter:
             self.locations[chunk_id] = place
         return place is not None
 
-    def _encode(self, chunk: _Chunk, plain: memoryview, chunk_id: bytes) -> Encoded:
-        choice = chunk.whole.choice
-        found = self._deltas.encode(chunk.spot, plain, chunk_id, choice) if self._deltas is not None else None
+    def _delta(self, chunk: _Chunk, plain: memoryview, chunk_id: bytes) -> Encoded | None:
+        """The chunk as a difference, where that pays."""
+        if self._deltas is None:
+            return None
+        found = self._deltas.encode(chunk.spot, plain, chunk_id, chunk.whole.choice)
         if found is None:
-            return codec.encode_checked(choice, plain)
+            return None
         encoded, self._bases[chunk_id] = found
         return encoded
 
@@ -228,6 +239,17 @@ class ChunkWriter:
             self._finish(first)
         else:
             first.abort()
+
+
+def _encoded(chunk: _Chunk, plain: memoryview, pack: PackWriter) -> Encoded:
+    """The chunk encoded, or raw if it does not shrink, where the next frame of `pack` will stand."""
+    reserved = pack.reserve(len(plain) + codec.ROOM)
+    encoded = codec.encode_checked(chunk.whole.choice, plain, reserved)
+    if encoded.stored is not plain:
+        return encoded
+    raw = reserved[: len(plain)]
+    aligned.copy(plain, raw)
+    return replace(encoded, stored=raw)
 
 
 class _Source:

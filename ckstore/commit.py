@@ -12,7 +12,7 @@ from ckstore import layout
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, FencedError, NoSpaceError, NotFoundError, SaveFailedError
 from ckstore.format import records
-from ckstore.history import is_void, newest_epoch, read_decision, read_floor, read_optional
+from ckstore.history import is_void, newest_epoch, read_decision, read_floor, read_marks, read_optional
 from ckstore.ids import SaveName
 from ckstore.process import current_owner
 
@@ -42,12 +42,14 @@ def _create(context: Context, save: SaveName, record: records.Commit | records.R
             raise
         created = True
     if not created and not isinstance(standing := _standing(context, save), type(record)):
-        raise given_up(save, standing, record.step if isinstance(record, records.Commit) else 0)
-    _check_floor(context, save)
+        raise given_up(context, record, standing)
+    _check_floor(context, save, record)
 
 
 BELOW_FLOOR = "its sequence is below the floor"
 """Why a save gives up its name and takes another one."""
+CLEARED_AWAY = "it was given up and cleared away meanwhile"
+"""Stands for the reason of an ABORT that a floor has cleared away."""
 
 
 def abort(context: Context, save: SaveName, reason: str, rank: int | None = None) -> bool:
@@ -104,15 +106,35 @@ def read_abort(context: Context, save: SaveName) -> records.Abort | None:
     except CkstoreError:
         return None
     if standing is None:
-        return records.Abort(str(save), "it was given up and cleared away meanwhile", current_owner())
+        return records.Abort(str(save), CLEARED_AWAY, current_owner())
     return standing if isinstance(standing, records.Abort) else None
 
 
-def given_up(save: SaveName, standing: records.Decision | None, step: int) -> FencedError | SaveFailedError:
-    """What to tell the writer of a save that somebody else aborted: another rank of it, or one who gave it up."""
-    if isinstance(standing, records.Abort) and standing.rank is not None:
-        return SaveFailedError(standing.rank, step, standing.reason)
-    return FencedError(f"save {save.nonce} was aborted from outside while it was being written; save again")
+def never_counted(context: Context, save: SaveName) -> bool:
+    """Whether the COMMIT of `save` was created below a floor. One that counted and was removed since did count."""
+    return is_void(read_floor(context.backend), save) and save not in read_marks(context.backend).removed
+
+
+def given_up(
+    context: Context,
+    record: records.Announcement | records.Commit | records.Relocation,
+    standing: records.Decision | None,
+) -> FencedError | SaveFailedError:
+    """What to tell the writer of a save that somebody else aborted, whose announcement or decision `record` is.
+
+    Several ranks are all told the same: `FencedError` (raised here) if a newer run took over, else `SaveFailedError`.
+    """
+    if isinstance(record, records.Relocation) or _ranks(record) == 1:
+        nonce = SaveName.parse(record.save).nonce
+        return FencedError(f"save {nonce} was aborted from outside while it was being written; save again")
+    check_epoch(context, record.branch, record.epoch)
+    if isinstance(standing, records.Abort):
+        return SaveFailedError(standing.rank, record.step, standing.reason)
+    return SaveFailedError(None, record.step, CLEARED_AWAY)
+
+
+def _ranks(record: records.Announcement | records.Commit) -> int:
+    return record.world if isinstance(record, records.Announcement) else len(record.manifests)
 
 
 def _delete_written(context: Context, save: SaveName) -> None:
@@ -154,7 +176,7 @@ def _won_after_all(context: Context, save: SaveName, error: BackendError) -> boo
     return not aborted
 
 
-def _check_floor(context: Context, save: SaveName) -> None:
+def _check_floor(context: Context, save: SaveName, record: records.Commit | records.Relocation) -> None:
     try:
         floor = read_floor(context.backend)
     except BackendError as error:
@@ -164,4 +186,6 @@ def _check_floor(context: Context, save: SaveName) -> None:
             retryable=error.retryable,
         ) from error
     if is_void(floor, save):
+        if isinstance(record, records.Commit) and len(record.manifests) > 1:
+            raise SaveFailedError(None, record.step, CLEARED_AWAY)
         raise FencedError(f"save {save.nonce} was given up and cleared away while it was being written; save again")

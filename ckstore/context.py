@@ -17,7 +17,7 @@ from ckstore.throttle import Throttle
 
 @dataclass(slots=True)
 class Context:
-    """An open store. `monotonic` and `now` are in seconds; `cache` is a local directory that may be lost any time."""
+    """An open store. Times are in seconds; `cache` is a local directory that may be lost any time."""
 
     backend: Backend
     config: records.Config
@@ -26,6 +26,7 @@ class Context:
     profile: Profile
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
     throttle: Throttle | None = None
     """How fast packs may be written; None as fast as the storage takes them."""
     decisions: dict[SaveName, records.Decision] = field(default_factory=dict)

@@ -83,10 +83,11 @@ class Deltas:
         difference = delta.difference(plain, held)
         most = whole.share * (1 - LEAST_GAIN)
         sample = sample_of(difference)
-        if len(delta.encode(param, sample, b"")) > most * len(sample):
+        tried = delta.encode(param, sample, b"")
+        if tried is None or len(tried) > most * len(sample):
             return None
         encoded = codec.encode_delta(param, difference, base.id)
-        if len(encoded.stored) > most * len(plain) or not _gives(encoded, base, held, plain):
+        if encoded is None or len(encoded.stored) > most * len(plain) or not _gives(encoded, base, held, plain):
             return None
         return encoded, base
 
@@ -124,7 +125,7 @@ def plain_of_base(context: Context, base: Base, size: int, held: memoryview | No
 def _gives(encoded: Encoded, base: Base, held: memoryview, plain: memoryview) -> bool:
     """Whether the delta decodes to `plain`."""
     out = scratch("proof", len(held))
-    out[:] = held
+    aligned.copy(held, out)
     try:
         codec.decode_delta(encoded.codec, encoded.param, memoryview(encoded.stored), base.id, out)
     except CorruptionError:

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 
 class CkstoreError(Exception):
-    """Base of every error that ckstore raises on purpose."""
+    """Base of every error that ckstore raises on purpose. All of them can be pickled, by those who send errors."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), self.args, dict(vars(self)))
+
+
+def _again(kind: type[CkstoreError], args: tuple[object, ...], fields: dict[str, object]) -> CkstoreError:
+    """An error as it was: not all are made from what they keep in `args`."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
 
 
 class NotFoundError(CkstoreError, KeyError):

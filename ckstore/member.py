@@ -15,7 +15,9 @@ from typing import Protocol
 
 from ckstore.errors import InvalidInputError, SaveFailedError
 from ckstore.ids import digest
-from ckstore.process import Owner
+from ckstore.process import Owner, current_owner
+
+__all__ = ["ATTEMPTS", "Member", "Owner", "Peers", "current_owner", "reason_of"]
 
 ATTEMPTS = 8
 """Names that one save may take, one after the other, while floors are raised."""
@@ -56,6 +58,10 @@ class Member:
     def nonce(self, attempt: int) -> str:
         """The second half of the save's name, the same on every rank."""
         return digest(f"ckstore save {self.group} {self.ordinal} {attempt}".encode())[:8].hex()
+
+    def nonces(self) -> frozenset[str]:
+        """Those of every name that the save may take."""
+        return frozenset(self.nonce(attempt) for attempt in range(ATTEMPTS))
 
     def check_told(self, step: int) -> None:
         """`SaveFailedError` if a rank said that it failed."""

@@ -40,7 +40,9 @@ def open_context(
             raise NotFoundError(f"there is no store at {backend.url}; make one with `ckstore init` or create=True")
         config = _create(backend, chunk_size)
     cache = Path(cache_dir if cache_dir is not None else DEFAULT_CACHE).expanduser() / config.store
-    throttle = throttle_of(config.store, rate) if rate is not None else None
+    throttle = throttle_of(config.store, cache)
+    if rate is not None:
+        throttle.set_rate(rate)
     return Context(backend, config, ChunkIndex.open(cache), cache, chosen, throttle=throttle)
 
 

@@ -81,26 +81,25 @@ def _read_frame(backend: Backend, location: Location, out: memoryview) -> None:
 
 
 def _read_chain(backend: Backend, location: Location, out: memoryview) -> bool:
-    """Fill `out` with what a delta and its bases give, where all are planes of one width; False where they are not.
+    """Fill `out` with what a delta and its bases give, where all differences are planes of one width; else False.
 
     Then the planes can be added up and put together once, and no identity but the last need be compared: a restore
     of deep deltas takes about as long again as one of whole chunks, not several times as long.
     """
-    frames = [location, *(base.place for base in location.chain())]
-    whole, width = frames[-1], frames[-1].param
-    kinds = {(frame.codec, frame.param) for frame in frames[:-1]}
-    if whole.codec != codec.PLANES or width not in planes.PARAMS or kinds != {(codec.DELTA, delta.param_of(width))}:
+    *deltas, whole = [location, *(base.place for base in location.chain())]
+    widths = {delta.width(frame.param) if frame.codec == codec.DELTA else 0 for frame in deltas}
+    if len(widths) != 1 or 0 in widths or any(frame.stored > len(out) for frame in (*deltas, whole)):
         return False
-    if any(frame.stored > len(out) for frame in frames):
-        return False
+    width = widths.pop()
+    _read_frame(backend, whole, out)
     apart = scratch("apart", len(out))
     np.frombuffer(apart, np.uint8).fill(0)
-    for frame in frames:
+    for frame in deltas:
         stored = scratch("stored", frame.stored)
         backend.get_into(frame.pack, frame.offset, stored)
-        encoded = stored if frame.base is None else delta.split(stored, frame.base.id)
-        planes.add(width, encoded, apart)
-    planes.join(width, apart, out)
+        if frame.base is not None:  # as that of a delta is
+            delta.add(frame.param, stored, frame.base.id, apart)
+    planes.add_joined(width, apart, out)
     return True
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 from blake3 import blake3
 
 from ckstore import aligned, codec
@@ -24,7 +25,10 @@ from ckstore.format.records import PackRef
 from ckstore.throttle import Throttle
 
 PACK_SIZE = 256 << 20
-"""The size at which writers begin a new pack, in bytes: an fsync is paid for by this much."""
+"""The size at which writers begin a new pack, in bytes: an fsync is paid for by this much.
+
+So much of the state may a pack refer to, too: what is small when encoded must not keep all of it in memory.
+"""
 MOST_HELD = 24 << 20
 """Likewise when a pack holds on to so much memory of its own, in bytes."""
 
@@ -72,6 +76,7 @@ class PackWriter:
         self._rows: list[_Row] = []
         self._end = b""
         self._held = 0
+        self._referred = 0
         self._buffer: memoryview | None = None
         self._filled = 0
         self._reserved: memoryview | None = None
@@ -86,7 +91,7 @@ class PackWriter:
     @property
     def is_full(self) -> bool:
         """Whether it is time to finish it."""
-        return self.size >= PACK_SIZE or self._held >= MOST_HELD
+        return max(self.size, self._referred) >= PACK_SIZE or self._held >= MOST_HELD
 
     @property
     def has_frames(self) -> bool:
@@ -101,7 +106,7 @@ class PackWriter:
     def reserve(self, size: int) -> memoryview:
         """`size` writable bytes where the next frame will stand, valid until the next call of any method.
 
-        `append` of this very view costs no copy. After an error the pack is aborted.
+        `append` of what stands at their beginning costs no copy. After an error the pack is aborted.
         """
         if self._ended:
             raise InvalidInputError(f"{self.name} was finished or aborted before")
@@ -120,7 +125,7 @@ class PackWriter:
         stored = encoded.stored
         if not 0 < len(stored) <= plain_size <= MAX_CHUNK:
             raise InvalidInputError(f"a frame of {len(stored)} bytes cannot hold a chunk of {plain_size}")
-        if stored is not self._reserved:
+        if not self._is_in_place(stored):
             aligned.copy(stored, self.reserve(len(stored)))
         elif again is None:
             raise InvalidInputError("a frame in reserved memory cannot be held on to")
@@ -168,6 +173,11 @@ class PackWriter:
         if buffer is not None:
             aligned.give(buffer)
 
+    def _is_in_place(self, stored: bytes | memoryview) -> bool:
+        """Whether `stored` stands at the beginning of what was reserved."""
+        reserved = self._reserved
+        return reserved is not None and len(stored) <= len(reserved) and _address(stored) == _address(reserved)
+
     def _place(self, frame: Frame) -> Location:
         return Location(self.name, frame.offset, frame.stored, frame.codec, frame.param)
 
@@ -176,7 +186,9 @@ class PackWriter:
         self._filled += row.frame.stored
         self.size += row.frame.stored
         self._reserved = None
-        if not callable(row.source):
+        if callable(row.source):
+            self._referred += row.frame.plain
+        else:
             self._held += row.frame.stored
 
     def _room(self, size: int) -> memoryview:
@@ -272,3 +284,8 @@ class PackWriter:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.abort()
+
+
+def _address(view: bytes | memoryview) -> int:
+    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return found

@@ -23,6 +23,8 @@ from ckstore.ids import SaveName, check_label
 
 Found = tuple[SaveName, Commit]
 MAIN = "main"
+BESIDE = ".metadata"
+"""How the name of a branch ends that holds notes about another one."""
 _HEX = re.compile(r"[0-9a-f]{4,16}\Z")
 _STEP = re.compile(r"\d{1,19}\Z")
 
@@ -91,8 +93,10 @@ def _floating(history: History, ref: Ref) -> Iterator[Found]:
     if not empty:
         return
     branches = history.branches()
-    if not ref.value and not ref.branch and len(branches) == 1 and branches != [MAIN]:
-        yield from _floating(history, Ref("branch", branches[0]))
+    # What is noted beside a branch is none that anybody means by the only one.
+    runs = [name for name in branches if not (name.endswith(BESIDE) and name.removesuffix(BESIDE) in branches)]
+    if not ref.value and not ref.branch and len(runs) == 1 and runs != [MAIN]:
+        yield from _floating(history, Ref("branch", runs[0]))
         return
     aside = sum(1 for save, _ in history.commits(branch) if save in history.marks.quarantined)
     if aside:

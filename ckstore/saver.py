@@ -11,12 +11,28 @@ from dataclasses import dataclass
 
 from ckstore import floor, layout, rank_writer, together
 from ckstore.announce import announced
-from ckstore.commit import BELOW_FLOOR, check_epoch, check_same_store, commit, discard, given_up, read_abort
+from ckstore.commit import (
+    BELOW_FLOOR,
+    check_epoch,
+    check_same_store,
+    commit,
+    discard,
+    given_up,
+    never_counted,
+    read_abort,
+)
 from ckstore.context import Context
 from ckstore.deltas import Held
-from ckstore.errors import CkstoreError, ConflictError, FencedError, NotFoundError, SaveFailedError
+from ckstore.errors import (
+    CkstoreError,
+    ConflictError,
+    FencedError,
+    InvalidInputError,
+    NotFoundError,
+    SaveFailedError,
+)
 from ckstore.format import records
-from ckstore.history import History, Marks, is_void, read_decision, read_floor, read_history, warn
+from ckstore.history import History, Marks, read_decision, read_history, warn
 from ckstore.ids import SaveName, digest, new_nonce
 from ckstore.known import Known
 from ckstore.member import ATTEMPTS, Member, reason_of
@@ -98,6 +114,8 @@ def _lead(context: Context, captured: Captured, request: SaveRequest, named: Nam
     world, every = (1, None) if member is None else (member.world, together.RENEW_SECONDS)
     for attempt in range(ATTEMPTS):
         history = read_history(context)
+        if member is not None:
+            _check_first_try(history, member, request.step)
         announcement = _announcement(context, history, request, attempt)
         name = SaveName.parse(announcement.save)
         with announced(context.backend, announcement, every) as under:
@@ -113,22 +131,46 @@ def _lead(context: Context, captured: Captured, request: SaveRequest, named: Nam
                 if member is not None:
                     parts += together.gather(context, announcement, member)
                 check_epoch(context, request.branch, announcement.epoch)
+                record = _record(context, request, announcement, parts, started)
             except BaseException as error:
-                aborted = read_abort(context, name)
-                blame = Blame.of(error, 0)
-                discard(context, name, blame.reason, None if member is None else blame.rank)
-                if member is not None:
-                    together.leave_word(context, announcement)
+                aborted = _abandon(context, announcement, member, error)
                 if aborted is not None and isinstance(error, CkstoreError):
                     # Whatever went wrong: what it was built from may have been taken since.
-                    raise given_up(name, aborted, request.step) from error
+                    raise given_up(context, announcement, aborted) from error
                 raise
-            record = _record(context, request, announcement, parts, started)
             commit(context, record)
             tagged = _set_tags(context, name, request.tags)
         rank_writer.teach_index(context, name, written)
         return Saved(record, tagged)
     raise ConflictError("gc kept clearing away the names chosen for this save; try again")
+
+
+def _check_first_try(history: History, member: Member, step: int) -> None:
+    """`SaveFailedError` if the ranks gave this save up already: one whose writer died must not wait for the others."""
+    nonces = member.nonces()
+    for save in history.saves:
+        if save.nonce not in nonces:
+            continue
+        decision = history.decision(save)
+        if isinstance(decision, records.Commit):
+            raise InvalidInputError(f"save {member.ordinal} of group {member.group} was made: take another number")
+        if isinstance(decision, records.Abort) and decision.reason != BELOW_FLOOR:
+            raise SaveFailedError(decision.rank, step, decision.reason)
+
+
+def _abandon(
+    context: Context, announcement: records.Announcement, member: Member | None, error: BaseException
+) -> records.Abort | None:
+    """Give up a save that this process never tried to commit; the ABORT of whoever had done so before."""
+    name = SaveName.parse(announcement.save)
+    aborted = read_abort(context, name)
+    if member is None:
+        discard(context, name, reason_of(error))
+        return aborted
+    blame = Blame.of(error, member.rank)
+    discard(context, name, blame.reason, blame.rank)
+    together.leave_word(context, name, announcement.step, announcement.epoch)
+    return aborted
 
 
 def _follow(
@@ -141,16 +183,15 @@ def _follow(
     check_whole(context.backend)
     passed: set[SaveName] = set()
     while True:
-        announcement = together.await_leader(context, request.step, request.branch, member, passed)
+        announcement = _led(context, request, member, passed)
         name = SaveName.parse(announcement.save)
-
         share = Share(name, member.rank, member.world)
 
         def write(parents: tuple[SaveName, ...], marks: Marks, share: Share = share) -> Written:
             known = Known(context, () if request.full else parents, marks)
-            named(share.save)
             return rank_writer.write(context, captured, share, known, held)
 
+        named(name)  # before anybody can count on this writer
         try:
             written, record = together.take_part(context, announcement, member, request.epoch, write)
         except together.BelowFloor:
@@ -160,25 +201,40 @@ def _follow(
         return record
 
 
+def _led(
+    context: Context, request: SaveRequest, member: Member, passed: set[SaveName]
+) -> records.Announcement:
+    """The announcement of the save that rank 0 leads; `FencedError` if a newer run is why there is none."""
+    try:
+        return together.await_leader(context, request.step, request.branch, member, request.epoch, passed)
+    except SaveFailedError:
+        if request.epoch is not None:
+            check_epoch(context, request.branch, request.epoch)
+        raise
+
+
 def settle(context: Context, name: SaveName, request: SaveRequest) -> Saved | None:
     """What became of a save whose process is certainly gone: the snapshot, or None, and nothing of it remains.
 
     `BackendError` when the storage does not say.
     """
+    member = request.member
+    rank = None if member is None else member.rank
     try:
         decision = read_decision(context, name)
     except NotFoundError:
-        rank = None if request.member is None else request.member.rank
         if not rank:  # nobody is left who could commit it
             discard(context, name, _WRITER_GONE, rank)
+            if member is not None:
+                together.leave_word(context, name, request.step, request.epoch or 0)
             return None
         if together.give_up(context, name, rank, Blame(rank, _WRITER_GONE)):
             return None
         decision = read_decision(context, name)
-    if not isinstance(decision, records.Commit) or is_void(read_floor(context.backend), name):
+    if not isinstance(decision, records.Commit) or never_counted(context, name):
         return None
     context.backend.sync(layout.SNAPSHOTS)  # whoever created it may have died before its name was durable
-    return Saved(decision, _set_tags(context, name, request.tags))
+    return Saved(decision, () if rank else _set_tags(context, name, request.tags))
 
 
 def _announcement(context: Context, history: History, request: SaveRequest, attempt: int) -> records.Announcement:

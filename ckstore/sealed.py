@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 
@@ -42,7 +42,7 @@ _TRUSTED = 1e-3
 
 T = TypeVar("T")
 
-_guard = threading.RLock()
+_guard: Any = threading.RLock()
 """Held around every use: one transaction at a time in a process, and none while it forks."""
 _shared: dict[str, SealedEnvironment] = {}
 _foreign: list[lmdb.Environment] = []
@@ -245,10 +245,22 @@ def _identities(*paths: Path) -> tuple[int, ...]:
     return tuple(number for status in found for number in (status.st_dev, status.st_ino))
 
 
-def _before_fork() -> None:
-    _guard.acquire()
-    for environment in _shared.values():
-        environment.close()
+def _close_all() -> None:
+    """Before a fork. Without the guard, the wait for which a signal handler may have ended, others may be reading."""
+    if _guard._is_owned():
+        for environment in list(_shared.values()):
+            environment.close()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_guard.release, after_in_child=_guard.release)
+def _free_guard() -> None:
+    """In a fork that went on without the guard: whoever holds it is no thread of this process."""
+    if _guard.acquire(blocking=False):
+        _guard.release()
+    else:
+        _guard._at_fork_reinit()
+
+
+os.register_at_fork(before=_close_all)  # the last to be registered is called first: behind the guard
+# None of these is Python code, which what a signal handler raises could interrupt with the guard in hand.
+os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
+os.register_at_fork(after_in_child=_free_guard)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
 
 from ckstore import refs
 from ckstore.announce import pinned
@@ -23,7 +25,7 @@ from ckstore.ids import SaveName
 from ckstore.info import SnapshotInfo, state_of
 from ckstore.opened import Opened, open_commit
 from ckstore.reader import check_packs, pieces, read_pieces
-from ckstore.restorer import allocated, judge
+from ckstore.restorer import judge
 from ckstore.runs import Piece
 from ckstore.state import build as building
 from ckstore.state.describe import Entry, entries
@@ -37,8 +39,8 @@ BATCH_BYTES = 64 << 20
 class Rows:
     """Rows `start` to `stop`, along the first dimension, of a leaf that `rank` saved at `path`, and where they go.
 
-    `into` is writable memory of exactly their size in bytes; they are laid out row by row, as in memory. A leaf of no
-    dimensions is one row.
+    `into` is writable memory without gaps, of exactly their size in bytes and of any format: their bytes go there as
+    they are, row by row. A leaf of no dimensions is one row.
     """
 
     rank: int
@@ -88,8 +90,9 @@ class Snapshot:
         """What `rank` saved, or the parts of it that `keys` match."""
         opened = self._open(rank)
         wanted = keys if keys is None or isinstance(keys, str) else tuple(keys)
+        blobs = sorted(building.blobs_needed(opened.tree, wanted))
+        buffers = {blob: _allocated(opened.manifest.blob_sizes[blob]) for blob in blobs}
         with self._judging():
-            buffers = allocated(opened.manifest, sorted(building.blobs_needed(opened.tree, wanted)))
             read_pieces(self._context, pieces(opened.manifest, buffers, opened.paths))
             return building.build(opened.tree, opened.order, buffers, wanted)
 
@@ -98,6 +101,8 @@ class Snapshot:
         array = entry.array
         if array is None or array.flags & (CONJ | NEG):
             return False
+        if 0 in array.view.shape:
+            return True
         size = array.view.itemsize
         for length, stride in zip(reversed(array.view.shape), reversed(array.view.strides), strict=True):
             if length > 1 and stride != size:
@@ -108,7 +113,8 @@ class Snapshot:
     def read(self, wanted: Sequence[Rows]) -> None:
         """Fill the memory of all `wanted`; each chunk is read once, and straight into place where it is wanted whole.
 
-        `InvalidInputError`, and nothing read, for rows that are not there. `CorruptionError`: the memory is undefined.
+        `InvalidInputError`, and nothing read, for rows that are not there or memory that does not fit. After any other
+        error the memory is undefined: `CorruptionError` if the snapshot is damaged, `NotFoundError` if it was removed.
         """
         spans = [span for rows in wanted if (span := self._span(rows)) is not None]
         spans.sort(key=lambda span: (span.rank, span.blob, span.start))
@@ -126,16 +132,18 @@ class Snapshot:
             raise InvalidInputError(f"{rows.path} has {count} rows, not {rows.start} to {rows.stop}")
         width = entry.nbytes // count if count else 0
         size = (rows.stop - rows.start) * width
-        into = rows.into.cast("B") if rows.into.nbytes else memoryview(b"")
-        if len(into) != size:
-            raise InvalidInputError(f"{size} bytes of {rows.path} do not fit into memory of {len(into)}")
+        if rows.into.nbytes != size:
+            raise InvalidInputError(f"{size} bytes of {rows.path} do not fit into memory of {rows.into.nbytes}")
         if not size or array.blob is None:
             return None
+        if rows.into.readonly or not rows.into.c_contiguous:
+            raise InvalidInputError(f"{rows.path} cannot be read into memory that is read-only or has gaps")
+        into = np.frombuffer(rows.into, np.uint8).data
         return _Span(rows.rank, array.blob, array.extent[0] + rows.start * width, into)
 
     def _chunks(self, spans: Iterable[_Span]) -> Iterator[_Chunk]:
-        """Every chunk that the spans need, once, with what is wanted of it."""
-        found: dict[tuple[int, int, int], _Chunk] = {}
+        """Every chunk that the spans need, once wherever it is wanted, with what is wanted of it."""
+        found: dict[tuple[bytes, int], _Chunk] = {}
         rows: dict[int, list[range]] = defaultdict(list)
         for span in spans:
             opened = self._open(span.rank)
@@ -143,17 +151,12 @@ class Snapshot:
             rows[span.rank] = rows[span.rank] or manifest.chunks_of_blob()
             step = manifest.chunk_size
             for index in range(span.start // step, (span.start + len(span.into) - 1) // step + 1):
-                key = span.rank, span.blob, index
+                row = rows[span.rank][span.blob][index]
+                key = chunk, size = manifest.ids[row], manifest.plain_size(span.blob, index)
                 if key not in found:
-                    row = rows[span.rank][span.blob][index]
-                    piece = Piece(
-                        manifest.ids[row],
-                        manifest.locations[row],
-                        manifest.plain_size(span.blob, index),
-                        opened.paths.get(span.blob, ""),
-                    )
-                    found[key] = _Chunk(piece, index * step, [])
-                found[key].uses.append(span)
+                    piece = Piece(chunk, manifest.locations[row], size, opened.paths.get(span.blob, ""))
+                    found[key] = _Chunk(piece, [])
+                found[key].uses.append(_Use.of(span, index * step, size))
         yield from found.values()
 
     def _open(self, rank: int) -> Opened:
@@ -184,24 +187,29 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
+class _Use:
+    """Bytes of a chunk from `start`, and where they go."""
+
+    start: int
+    into: memoryview
+
+    @classmethod
+    def of(cls, span: _Span, begin: int, size: int) -> _Use:
+        """What `span` wants of a chunk of `size` bytes that begins at byte `begin` of the span's blob."""
+        first, last = max(begin, span.start), min(begin + size, span.start + len(span.into))
+        return cls(first - begin, span.into[first - span.start : last - span.start])
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk to read, which begins at byte `start` of its blob, and the spans that it is a part of."""
+    """A chunk to read and what of it goes where."""
 
     piece: Piece
-    start: int
-    uses: list[_Span]
+    uses: list[_Use]
 
-    def part(self, span: _Span) -> tuple[int, int]:
-        """First byte of the blob, and the byte after the last, that both have."""
-        return max(self.start, span.start), min(self.start + self.piece.size, span.start + len(span.into))
-
-    def whole(self) -> memoryview | None:
-        """The memory that wants all of it, if one does."""
-        for span in self.uses:
-            lo, hi = self.part(span)
-            if hi - lo == self.piece.size:
-                return span.into[lo - span.start : hi - span.start]
-        return None
+    def whole(self) -> _Use | None:
+        """One that wants all of it."""
+        return next((use for use in self.uses if len(use.into) == self.piece.size), None)
 
 
 def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
@@ -220,20 +228,25 @@ def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
 
 
 def _fill(context: Context, batch: Sequence[_Chunk]) -> None:
-    memory = []
-    for chunk in batch:
-        whole = chunk.whole()
-        memory.append(building.allocate(chunk.piece.size) if whole is None else whole)
-    read_pieces(
-        context,
-        [Piece(c.piece.id, c.piece.place, into, c.piece.path) for c, into in zip(batch, memory, strict=True)],
-    )
-    for chunk, plain in zip(batch, memory, strict=True):
-        for span in chunk.uses:
-            lo, hi = chunk.part(span)
-            target = span.into[lo - span.start : hi - span.start]
-            if target.obj is not plain.obj or len(target) != len(plain):
-                target[:] = plain[lo - chunk.start : hi - chunk.start]
+    """Read the chunks of a batch, each straight to one that wants all of it or aside, and copy it to the others."""
+    wholes = [chunk.whole() for chunk in batch]
+    memory = [
+        _allocated(chunk.piece.size) if whole is None else whole.into
+        for chunk, whole in zip(batch, wholes, strict=True)
+    ]
+    read_pieces(context, [replace(chunk.piece, into=into) for chunk, into in zip(batch, memory, strict=True)])
+    for chunk, whole, plain in zip(batch, wholes, memory, strict=True):
+        for use in chunk.uses:
+            if use is not whole:
+                use.into[:] = plain[use.start : use.start + len(use.into)]
+
+
+def _allocated(size: int) -> memoryview:
+    """What a snapshot claims may be more than there is, damaged or not."""
+    try:
+        return building.allocate(size)
+    except (MemoryError, ValueError) as error:
+        raise InvalidInputError(f"there is no memory for the {size} bytes that this needs: read less") from error
 
 
 def open_snapshot(context: Context, ref: refs.Ref) -> Snapshot:

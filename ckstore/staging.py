@@ -10,18 +10,19 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ckstore.latch import Latch
 from ckstore.state.capture import Blob
 from ckstore.state.plugin import plugin_if_loaded
 from ckstore.state.views import HOST, Bytes
-from ckstore.threads import submit
 
 PAGE = 4096
 PIECE = 32 << 20
@@ -191,7 +192,9 @@ def lay_out(sizes: Sequence[int], limit: int) -> Layout | None:
 def copy(blobs: Iterable[tuple[Blob, Bytes]]) -> None:
     """Copy each blob to its place. Large runs of host memory are shared out among threads.
 
-    Everything else is copied here, in this thread: its current streams are those that devices are to use.
+    Everything else is copied here, in this thread: its current streams are those that devices are to use. After an
+    error or an interrupt no more than the pieces under way are copied, and nothing once this has been left; unless it
+    was interrupted again meanwhile.
     """
     here: list[tuple[Blob, Bytes]] = []
     pieces: list[tuple[Bytes, Bytes]] = []
@@ -202,16 +205,57 @@ def copy(blobs: Iterable[tuple[Blob, Bytes]]) -> None:
         else:
             here.append((blob, out))
     # One thread is as fast as several where there is little; and it is not worth starting any.
-    if THREADS == 1 or sum(out.nbytes for _, out in pieces) < 2 * PIECE:
-        for live, out in pieces:
-            np.copyto(out, live)
+    is_little = sum(out.nbytes for _, out in pieces) < 2 * PIECE
+    shared = _Shared(pieces)
+    try:
+        shared.share(0 if is_little else THREADS - 1)
         _fill(here)
-        return
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="ckstore-stage") as pool:
-        copies = [submit(pool, np.copyto, out, live) for live, out in pieces]
-        _fill(here)
-        for done in copies:
-            done.result()
+        shared.take_part()
+    finally:
+        shared.end()
+
+
+class _Shared:
+    """Pieces that several threads copy, each the next one that is left."""
+
+    def __init__(self, pieces: Iterable[tuple[Bytes, Bytes]]) -> None:
+        self._left = deque(pieces)
+        self._ends: list[Latch] = []
+        """One of each thread that has begun; it opens when that copies no more."""
+        self._errors: list[BaseException] = []
+
+    def share(self, threads: int) -> None:
+        """Have so many more threads take part, or as many as there can be."""
+        with suppress(RuntimeError):
+            for _ in range(threads):
+                threading.Thread(target=self._help, name="ckstore-stage", daemon=True).start()
+
+    def take_part(self) -> None:
+        """Copy as long as something is left."""
+        with suppress(IndexError):
+            while True:
+                live, out = self._left.popleft()
+                np.copyto(out, live)
+
+    def end(self) -> None:
+        """Nothing more is begun; wait for what is under way, and raise what a thread failed of."""
+        self._left.clear()
+        # A thread that begins after this look finds nothing left.
+        for ended in list(self._ends):
+            ended.wait()
+        if self._errors:
+            raise self._errors[0]
+
+    def _help(self) -> None:
+        ended = Latch()
+        self._ends.append(ended)
+        try:
+            self.take_part()
+        except BaseException as error:
+            self._errors.append(error)
+            self._left.clear()
+        finally:
+            ended.set()
 
 
 def _fill(blobs: Iterable[tuple[Blob, Bytes]]) -> None:

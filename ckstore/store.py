@@ -70,7 +70,9 @@ def open_store(
     niceness of the process that writes, and the kernel ranks its reads and writes by that too.
 
     `bandwidth_limit`, in bytes a second or as in "500MB/s", is how fast chunks are written at most: by all saves and
-    repacks of this process into the store together, whose last opening with a limit sets it.
+    repacks into the store of all processes on this machine together that have a limit and use the same `cache_dir`. The
+    last opening with a limit, in any of them, sets it for all; a process none of whose openings had one has no limit.
+    Where the directory cannot be written to, or its filesystem has no locks, each process keeps to the limit by itself.
     """
     limit = None if staging_limit is None else staging_limit_of(staging_limit)
     nice = nice_of(writer_nice)
@@ -204,7 +206,8 @@ class Store:
         What cannot be kept is refused by the call; whatever else goes wrong is raised by `wait` of what comes back or,
         if nobody asked that, by the next save and by `close`. One save is under way at a time: one that comes due
         meanwhile waits for it, or with `when_busy="skip"` is not made, or with "replace" is copied and queued, in place
-        of one that was queued already. What is not made is logged, and its `wait` raises `NotSavedError`.
+        of one that was queued already, if it fits into that one's memory and is not streamed; else it waits. What is
+        not made is logged, and its `wait` raises `NotSavedError`.
 
         `steady` names tensors and arrays of the state that will not change before `PendingSave.wait_copied` returns:
         those are copied while the caller goes on. After the commit the branch is pruned by `keep`, and with `tidy`
@@ -327,9 +330,23 @@ class Store:
         commit, info = self._find(ref)
         return differences.describe(self._context, commit, info)
 
-    def diff(self, before: str | int, after: str | int) -> differences.DiffReport:
-        """What changed from one snapshot to another."""
-        return differences.compare(self._context, self._find(before), self._find(after))
+    def diff(
+        self,
+        before: str | int,
+        after: str | int,
+        *,
+        values: bool = False,
+        deep: bool = False,
+        progress: Progress = silent,
+    ) -> differences.DiffReport:
+        """What changed from one snapshot to another.
+
+        With `values` what changed is read, and each tensor compared number by number: `Change.movement` has the norm of
+        the change, how many elements changed, and NaN and infinities before and after. `deep` also counts those in
+        every other tensor of `after`.
+        """
+        found = self._find(before), self._find(after)
+        return differences.compare(self._context, *found, values=values, deep=deep, progress=progress)
 
     def tag(self, name: str, ref: str | int = "latest") -> SnapshotInfo:
         """Name a snapshot, so that no policy drops it. A name that is taken moves to it."""

@@ -12,7 +12,6 @@ is safe: the commit needs every part to be done, and the name to be free.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,12 +21,11 @@ import msgspec
 
 from ckstore import layout
 from ckstore.announce import Renewal
-from ckstore.commit import BELOW_FLOOR, abort, check_epoch, read_abort
+from ckstore.commit import BELOW_FLOOR, CLEARED_AWAY, abort, check_epoch, given_up, never_counted, read_abort
 from ckstore.context import Context
 from ckstore.errors import (
     BackendError,
     CkstoreError,
-    ConflictError,
     CorruptionError,
     FencedError,
     FormatError,
@@ -36,9 +34,17 @@ from ckstore.errors import (
     SaveFailedError,
 )
 from ckstore.format import records
-from ckstore.history import Marks, is_void, list_saves, read_decision, read_floor, read_marks_about, read_optional
+from ckstore.history import (
+    Marks,
+    is_void,
+    list_saves,
+    read_floor,
+    read_marks_about,
+    read_optional,
+    read_whole_decision,
+)
 from ckstore.ids import SaveName
-from ckstore.member import ATTEMPTS, Member, reason_of
+from ckstore.member import Member, reason_of
 from ckstore.process import Owner, current_owner
 
 RENEW_SECONDS = 2.0
@@ -46,9 +52,12 @@ PATIENCE_SECONDS = 30.0
 """A rank whose counter stood still for so long is given up."""
 JOIN_SECONDS = 60.0
 """How long after the others a rank may begin its part."""
+LIVING_JOIN_SECONDS = 600.0
+"""The same for one whose process is seen to live: its writer may have much to prune before."""
 _GONE_SECONDS = 2.0
 """How long the writer of a process that is gone may take to join, if it was handed the state before."""
 _FIRST_POLL, _LAST_POLL = 0.002, 0.25
+_GONE = "its process is gone"
 
 
 class HasContribution(Protocol):
@@ -70,7 +79,7 @@ Write = Callable[[tuple[SaveName, ...], Marks], W]
 
 
 class _Publisher:
-    """Puts the record of one part, anew with each turn of its counter."""
+    """Puts the record of one part, anew with each turn of its counter: by one thread at a time."""
 
     def __init__(self, context: Context, part: records.Part) -> None:
         self._context = context
@@ -90,42 +99,46 @@ class _Publisher:
 
 
 def await_leader(
-    context: Context, step: int, branch: str, member: Member, passed: set[SaveName]
+    context: Context, step: int, branch: str, member: Member, epoch: int | None, passed: set[SaveName]
 ) -> records.Announcement:
-    """The announcement of the save that rank 0 leads; not one of those `passed`, which it has given up."""
-    nonces = {member.nonce(attempt) for attempt in range(ATTEMPTS)}
-    waiting = _Waiting(context, JOIN_SECONDS)
+    """The announcement of the save that rank 0 leads; not one of those `passed`, in whose place it takes another name.
+
+    `SaveFailedError` if the ranks gave it up, or if rank 0 is gone or does not come.
+    """
+    nonces = member.nonces()
+    waiting = _Waiting(context)
     gone_since: float | None = None
     while True:
         # What was announced first: a rank 0 that fails leaves a word before it withdraws its announcement.
         for save in [*list_saves(context.backend, layout.SAVES), *list_saves(context.backend, layout.PARTS)]:
             if save.nonce not in nonces or save in passed:
                 continue
-            if (data := read_optional(context.backend, layout.announcement(save))) is not None:
+            data = read_optional(context.backend, layout.announcement(save))
+            if (aborted := read_abort(context, save)) is not None:
+                if aborted.reason not in (BELOW_FLOOR, CLEARED_AWAY):
+                    raise SaveFailedError(aborted.rank, step, aborted.reason)
+                passed.add(save)
+            elif data is not None:
                 found = records.decode(data, records.Announcement, str(save))
                 _check_same(context, found, step, branch, member)
                 return found
-            if (aborted := read_abort(context, save)) is not None:
-                if aborted.reason != BELOW_FLOOR:
-                    raise SaveFailedError(aborted.rank, step, aborted.reason)
-                passed.add(save)
         member.check_told(step)
+        if epoch is not None and waiting.is_over(_GONE_SECONDS):
+            check_epoch(context, branch, epoch)  # then rank 0 was refused before it could announce anything
         if _is_gone(member, 0):
             gone_since = waiting.now if gone_since is None else gone_since
             if waiting.now - gone_since > _GONE_SECONDS:
-                raise SaveFailedError(0, step, "its process is gone")
-        if waiting.is_over():
-            raise SaveFailedError(
-                0, step, f"it did not begin this save within {JOIN_SECONDS:.0f} s of rank {member.rank}"
-            )
+                raise SaveFailedError(0, step, _GONE)
+        if waiting.is_over(limit := _join_seconds(member, 0)):
+            raise SaveFailedError(0, step, f"it did not begin this save within {limit:.0f} s of rank {member.rank}")
         waiting.pause()
 
 
-def leave_word(context: Context, announcement: records.Announcement) -> None:
+def leave_word(context: Context, save: SaveName, step: int, epoch: int) -> None:
     """Let those who come when rank 0 has failed and withdrawn its announcement find the save, and why it failed."""
-    part = records.Part(announcement.save, 0, announcement.step, announcement.epoch, announcement.owner)
+    part = records.Part(str(save), 0, step, epoch, current_owner())
     with suppress(CkstoreError):
-        context.backend.put(layout.part(SaveName.parse(part.save), 0), records.encode(part), durable=False)
+        context.backend.put(layout.part(save, 0), records.encode(part), durable=False)
 
 
 def _check_same(context: Context, found: records.Announcement, step: int, branch: str, member: Member) -> None:
@@ -151,8 +164,11 @@ def take_part(
     save = SaveName.parse(announcement.save)
     told = announcement.epoch if epoch is None else epoch
     part = _Publisher(context, records.Part(str(save), member.rank, announcement.step, told, current_owner()))
+    written: W | None = None
     renewal = None
     try:
+        if announcement.owner.is_gone():
+            raise SaveFailedError(0, announcement.step, _GONE)
         part.renew(0)
         renewal = Renewal(part.renew, RENEW_SECONDS)
         # What the announcement names was announced before it was seen here: these facts are read after that.
@@ -161,27 +177,32 @@ def take_part(
         unsafe = marks.removed | marks.quarantined | marks.condemned.keys()
         written = write(tuple(parent for parent in parents if parent not in unsafe), marks)
         check_epoch(context, announcement.branch, announcement.epoch)
+        renewal.close()  # a turn of the counter that is under way would take back that the part is done
         part.finish(written.contribution)
         return written, _await_commit(context, announcement, member)
     except BelowFloor:
         _delete_own(context, save, member.rank)
         raise
     except BaseException as error:
-        if (committed := _committed_after_all(context, announcement, member, part.is_done, error)) is None:
+        committed = _committed_after_all(context, announcement, member, part.is_done, error)
+        if committed is None or written is None:
             raise
         return written, committed
     finally:
         if renewal is not None:
             renewal.close()
         with suppress(CkstoreError):
-            if read_optional(context.backend, layout.snapshot(save)) is not None:
+            if _is_decided(context, save):
                 context.backend.delete(layout.part(save, member.rank))
 
 
 def _committed_after_all(
     context: Context, announcement: records.Announcement, member: Member, done: bool, error: BaseException
 ) -> records.Commit | None:
-    """Give a save up in which something went wrong here; the commit record if all had been done before."""
+    """Give a save up in which something went wrong here; the commit record if all had been done before.
+
+    `BelowFloor` if rank 0 had taken another name by then, under which this rank tries again.
+    """
     save = SaveName.parse(announcement.save)
     blame = Blame.of(error, member.rank)
     try:
@@ -197,6 +218,8 @@ def _committed_after_all(
         return _outcome(context, announcement) if isinstance(error, CkstoreError | OSError) else None
     if isinstance(error, CkstoreError) and not isinstance(error, SaveFailedError | FencedError):
         other = read_abort(context, save)
+        if other is not None and other.reason == BELOW_FLOOR:
+            raise BelowFloor from error
         if other is not None and other.rank != member.rank:
             # Whatever went wrong: what it was built from may have been taken since.
             raise SaveFailedError(other.rank, announcement.step, other.reason) from error
@@ -247,7 +270,7 @@ def _await_commit(context: Context, announcement: records.Announcement, member: 
     """The commit record, durable; `SaveFailedError` if the save was given up, or if rank 0 is gone."""
     save = SaveName.parse(announcement.save)
     leader = _Watched(announcement.owner, announcement.counter)
-    waiting = _Waiting(context, None)
+    waiting = _Waiting(context)
     while True:
         counter = _counter(context, save)
         # What was decided may have been cleared away by a floor since; that takes longer than to withdraw.
@@ -279,21 +302,19 @@ def _counter(context: Context, save: SaveName) -> int | None:
 def _outcome(context: Context, announcement: records.Announcement) -> records.Commit:
     save = SaveName.parse(announcement.save)
     try:
-        decision = read_decision(context, save)
+        decision = read_whole_decision(context, save)
     except NotFoundError:
         if is_void(read_floor(context.backend), save):
-            raise SaveFailedError(None, announcement.step, "it was given up and cleared away meanwhile") from None
+            raise BelowFloor from None  # nothing tells any more why it was given up
         raise
     if isinstance(decision, records.Commit):
-        if is_void(read_floor(context.backend), save):
-            raise SaveFailedError(None, announcement.step, "it was given up and cleared away meanwhile")
+        if never_counted(context, save):
+            raise SaveFailedError(None, announcement.step, CLEARED_AWAY)
         context.backend.sync(layout.SNAPSHOTS)  # rank 0 may die before the name that is seen here is durable
         return decision
-    assert isinstance(decision, records.Abort)
-    if decision.reason == BELOW_FLOOR:
+    if isinstance(decision, records.Abort) and decision.reason == BELOW_FLOOR:
         raise BelowFloor
-    check_epoch(context, announcement.branch, announcement.epoch)  # a newer run is why: then this one has to stop
-    raise SaveFailedError(decision.rank, announcement.step, decision.reason)
+    raise given_up(context, announcement, decision)
 
 
 def gather(context: Context, announcement: records.Announcement, member: Member) -> list[records.Contribution]:
@@ -302,29 +323,30 @@ def gather(context: Context, announcement: records.Announcement, member: Member)
     done: dict[int, records.Contribution] = {}
     watched: dict[int, _Watched] = {}
     gone_since: dict[int, float] = {}
-    waiting = _Waiting(context, JOIN_SECONDS)
+    waiting = _Waiting(context)
     while len(done) < member.world - 1:
         if (aborted := read_abort(context, save)) is not None:
-            raise SaveFailedError(aborted.rank, announcement.step, aborted.reason)
+            raise given_up(context, announcement, aborted)
         member.check_told(announcement.step)
         there = _ranks(context.backend.list(f"{layout.PARTS}{save}/"))
         for rank in range(1, member.world):
             if rank in done:
                 continue
-            part = _part(context, save, rank) if rank in there else None
+            part = _part(context, announcement, rank) if rank in there else None
             if part is not None and part.done is not None:
                 done[rank] = _complete(context, announcement, part)
-            elif part is not None:
-                one = watched.setdefault(rank, _Watched(part.owner, part.counter))
-                if (why := one.fault(part.counter, waiting.now)) is not None:
+            elif part is not None or rank in watched:
+                if part is not None:
+                    watched.setdefault(rank, _Watched(part.owner, part.counter))
+                if (why := watched[rank].fault(None if part is None else part.counter, waiting.now)) is not None:
                     raise SaveFailedError(rank, announcement.step, why)
             elif _is_gone(member, rank) and waiting.now - gone_since.setdefault(rank, waiting.now) > _GONE_SECONDS:
-                raise SaveFailedError(rank, announcement.step, "its process is gone")
-            elif waiting.is_over() and rank not in watched:
-                raise SaveFailedError(
-                    rank, announcement.step, f"it did not begin this save within {JOIN_SECONDS:.0f} s of rank 0"
-                )
-        waiting.pause()
+                raise SaveFailedError(rank, announcement.step, _GONE)
+            elif waiting.is_over(limit := _join_seconds(member, rank)):
+                reason = f"it did not begin this save within {limit:.0f} s of rank 0"
+                raise SaveFailedError(rank, announcement.step, reason)
+        if len(done) < member.world - 1:
+            waiting.pause()
     return [done[rank] for rank in range(1, member.world)]
 
 
@@ -333,23 +355,26 @@ def _ranks(names: list[str]) -> set[int]:
     return {int(rank) for rank in last if rank.isdecimal()}
 
 
-def _part(context: Context, save: SaveName, rank: int) -> records.Part | None:
-    """The record of a part; None where it is not there or, being written, cannot be read now."""
-    name = layout.part(save, rank)
+def _part(context: Context, announcement: records.Announcement, rank: int) -> records.Part | None:
+    """The record of a part; None where it is not there."""
+    name = layout.part(SaveName.parse(announcement.save), rank)
     data = read_optional(context.backend, name)
     if data is None:
         return None
-    found = records.decode(data, records.Part, name)
-    if (found.save, found.rank) != (str(save), rank):
-        raise FormatError(f"{name} holds the part of rank {found.rank} of save {found.save!r}")
+    try:
+        found = records.decode(data, records.Part, name)
+        if (found.save, found.rank) != (announcement.save, rank):
+            raise FormatError(f"{name} holds the part of rank {found.rank} of save {found.save!r}")
+    except (CorruptionError, FormatError) as error:
+        raise SaveFailedError(rank, announcement.step, reason_of(error)) from error
     return found
 
 
 def _complete(context: Context, announcement: records.Announcement, part: records.Part) -> records.Contribution:
-    """What a rank wrote, if it is what the others save, and is there."""
+    """What a rank wrote, if it is what rank 0 saves too, and is there."""
     done, save = part.done, SaveName.parse(announcement.save)
     assert done is not None
-    if (part.step, part.epoch) != (announcement.step, announcement.epoch) or done.manifest.rank != part.rank:
+    if (part.step, part.epoch) != (announcement.step, announcement.epoch):
         raise SaveFailedError(
             part.rank,
             announcement.step,
@@ -364,10 +389,22 @@ def _complete(context: Context, announcement: records.Announcement, part: record
         try:
             found = context.backend.stat(name)
         except NotFoundError as error:
-            raise ConflictError(f"{name}, which rank {part.rank} has written, is not there; save again") from error
+            raise SaveFailedError(
+                part.rank, announcement.step, f"{name}, which it has written, is not there"
+            ) from error
         if found != size:
-            raise ConflictError(f"{name} is {found} bytes long where rank {part.rank} wrote {size}; save again")
+            raise SaveFailedError(
+                part.rank, announcement.step, f"{name} is {found} bytes long where it wrote {size}"
+            )
     return done
+
+
+def _join_seconds(member: Member, rank: int) -> float:
+    """How long `rank` may take to begin."""
+    here = current_owner()
+    owner = member.owners[rank] if rank < len(member.owners) else None
+    is_seen = owner is not None and (owner.boot, owner.pid_namespace) == (here.boot, here.pid_namespace)
+    return LIVING_JOIN_SECONDS if is_seen and not _is_gone(member, rank) else JOIN_SECONDS
 
 
 def _is_gone(member: Member, rank: int) -> bool:
@@ -388,7 +425,7 @@ class _Watched:
             self.since = now
             self.counter = self.counter if counter is None else counter
         if self.owner.is_gone():
-            return "its process is gone"
+            return _GONE
         if now - self.since > PATIENCE_SECONDS:
             return f"it was not heard of for {PATIENCE_SECONDS:.0f} s"
         return None
@@ -399,7 +436,6 @@ class _Waiting:
     """The pauses of somebody who looks again and again, longer each time."""
 
     context: Context
-    limit: float | None
     started: float = field(init=False)
     pause_seconds: float = _FIRST_POLL
 
@@ -410,9 +446,10 @@ class _Waiting:
     def now(self) -> float:
         return self.context.monotonic()
 
-    def is_over(self) -> bool:
-        return self.limit is not None and self.now - self.started > self.limit
+    def is_over(self, seconds: float) -> bool:
+        """Whether it has lasted for longer than that."""
+        return self.now - self.started > seconds
 
     def pause(self) -> None:
-        time.sleep(self.pause_seconds)
+        self.context.sleep(self.pause_seconds)
         self.pause_seconds = min(self.pause_seconds * 1.5, _LAST_POLL)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ckstore", deadline=None)  # no test asserts a time
+settings.load_profile("ckstore")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

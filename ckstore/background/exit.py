@@ -24,6 +24,8 @@ class Open(Protocol):
 
 _open: set[Open] = set()
 _drains = False
+_worker = 0
+"""The process that has its end as a worker of multiprocessing watched, if it is this one."""
 
 
 def watch(one: Open) -> None:
@@ -37,12 +39,34 @@ def watch(one: Open) -> None:
             raise BackendError("the interpreter is ending: nothing can be saved in the background") from error
         os.register_at_fork(after_in_child=_forget)
         _drains = True
+    _watch_worker()
     _open.add(one)
 
 
 def unwatch(one: Open) -> None:
     """There is nothing left to finish or to tell."""
     _open.discard(one)
+
+
+def _watch_worker() -> None:
+    """In a process that multiprocessing started: drain where its exit status can still be chosen.
+
+    It may end by `os._exit`, without what `atexit` was given.
+    """
+    global _worker
+    process, util = sys.modules.get("multiprocessing.process"), sys.modules.get("multiprocessing.util")
+    if process is None or util is None or process.parent_process() is None or _worker == os.getpid():
+        return
+    util.Finalize(None, _drain_worker, exitpriority=-sys.maxsize)  # last, as what it raises ends the finalizers
+    _worker = os.getpid()
+
+
+def _drain_worker() -> None:
+    if _finish_all():
+        return
+    ending = sys.exc_info()[1]
+    if ending is None or (isinstance(ending, SystemExit) and ending.code in (None, 0)):
+        raise SystemExit(1)  # else its status is none of success already
 
 
 def _forget() -> None:
@@ -52,6 +76,12 @@ def _forget() -> None:
 
 
 def _drain() -> None:
+    if not _finish_all():
+        atexit.register(_end_with_failure)
+
+
+def _finish_all() -> bool:
+    """Finish what was begun; False if something was lost, which is told."""
     failed = False
     for one in list(_open):
         try:
@@ -62,8 +92,7 @@ def _drain() -> None:
         except BaseException as error:  # a second Ctrl-C, or a signal handler that wants to exit
             failed = True
             _say(f"ckstore: {type(error).__name__} while saves in the background were being finished: some may be lost")
-    if failed:
-        atexit.register(_end_with_failure)
+    return not failed
 
 
 def _say(what: str) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from ckstore import saver, staging
 from ckstore.background import exit
-from ckstore.background.clerk import SKIPPED, Clerk, Hold, NoMemory, log_pruned, skip
+from ckstore.background.carrier import log_pruned
+from ckstore.background.clerk import Clerk, Hold
+from ckstore.background.order import SKIPPED, NoMemory, skip
 from ckstore.background.runner import Runner, ThreadRunner
 from ckstore.background.steady import is_within, spans_of
 from ckstore.context import Context
@@ -88,10 +90,14 @@ class Background:
             return self._save_here(captured, request, wishes, pending, why)
         except BaseException:
             job.withdrawn = True  # at once: what is not handed over yet may change from now on
-            self._clerk.post(self._clerk.withdraw, job)
+            if wishes.when_busy == "replace" and self._clerk.is_owed(job):
+                self._stage_all(job)
+                hold.staged(None)
+            else:
+                self._clerk.post(self._clerk.order.withdraw, job)
             raise
         finally:
-            self._holds.pop(me, None)
+            self._withdraw_own()
         if not layout.is_whole:
             _warn_of_stall(self._too_large(captured), started)
         return pending
@@ -105,14 +111,14 @@ class Background:
     def flush(self, *, pruning: bool = False) -> None:
         """Wait until every save that was begun is decided, whatever became of it; and until the pruning is done."""
         self._withdraw_own()
-        for job in list(self._clerk.jobs.values()):
+        for job in list(self._clerk.order.jobs.values()):
             job.pending.settle()
             if pruning:
                 job.over.wait()
 
     def raise_failed(self) -> None:
         """Raise the first error that nobody was told of, and warn of what was noted."""
-        done = [pending for pending in list(self._clerk.unsettled) if pending.done()]
+        done = [pending for pending in list(self._clerk.order.unsettled) if pending.done()]
         try:
             for pending in done:
                 pending.tell()
@@ -120,7 +126,7 @@ class Background:
             failed = [error for pending in done if (error := pending.untold()) is not None]
             for pending in done:
                 with suppress(ValueError):  # another thread tells of it
-                    self._clerk.unsettled.remove(pending)
+                    self._clerk.order.unsettled.remove(pending)
             for other in failed[1:]:
                 failed[0].add_note(f"and another save in the background failed: {other!r}")
             if failed:
@@ -128,18 +134,20 @@ class Background:
 
     def close(self) -> None:
         """Wait for everything that was begun, the pruning too; let go of the writer; raise what failed."""
+        if os.getpid() != self.pid:
+            return  # in a fork that was interrupted before it had abandoned this
         self._withdraw_own()
         self.release()
         if self._clerk.started:
             self._clerk.start()  # should an interrupt have kept it from that
-            self._clerk.ended.wait()
+            self._clerk.order.ended.wait()
         exit.unwatch(self)
         self.raise_failed()
 
     def release(self) -> None:
         """Nothing more will come: what was begun is finished, and then everything is let go of."""
         if os.getpid() == self.pid:
-            self._clerk.post(self._clerk.close)
+            self._clerk.post(self._clerk.order.close)
             if not self._clerk.started:
                 self._areas.clear()
                 exit.unwatch(self)
@@ -169,13 +177,18 @@ class Background:
 
         if later:
             return copy
+        job.pending.copied()
         if job.layout.is_whole:
             job.forget_state()
-        job.pending.copied()
         return None
 
+    def _stage_all(self, job: Job) -> None:
+        """Copy all of a state, steady or not, whatever was copied of it: the caller leaves now, and may change it."""
+        if not job.pending.is_copied():
+            self._stage(job, ())
+
     def _withdraw_own(self) -> None:
-        """A call that this thread has left, by two interrupts in a row, may not have said so."""
+        """Withdraw what this thread has not staged; a call that was left by two interrupts in a row may not have."""
         hold = self._holds.pop(threading.get_ident(), None)
         if hold is not None:
             hold.withdraw()
@@ -184,7 +197,7 @@ class Background:
         self, captured: Captured, request: SaveRequest, wishes: Wishes, pending: PendingSave, why: str
     ) -> PendingSave:
         """Save within the call: the state cannot be staged."""
-        if wishes.when_busy == "skip" and self._clerk.jobs:
+        if wishes.when_busy == "skip" and self._clerk.order.jobs:
             skip(pending)
             return pending
         self.flush()

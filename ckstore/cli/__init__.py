@@ -6,6 +6,7 @@
     documents  reports as JSON            tables     reports for people
     text       escaping, sizes, times     meter      progress on a terminal
     listing, labels, stores, upkeep       the commands
+    plugins    the commands of other packages
 
 Environment variables are read here and nowhere else in the engine. The engine is imported when a command runs.
 """

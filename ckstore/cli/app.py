@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import ckstore
-from ckstore.cli import exits, labels, listing, output, stores, upkeep
+from ckstore.cli import exits, labels, listing, output, plugins, stores, upkeep
 from ckstore.cli.call import DebugOption
 
 # The public ancestor of every error of usage, by the one name that typer exports for it.
@@ -25,7 +25,14 @@ _EPILOG = (
 
 
 class Commands(TyperGroup):
-    """Commands whose wrong usage is answered in one line."""
+    """Commands whose wrong usage is answered in one line. Those that other packages bring are loaded when asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in plugins.names() if name not in own and self.get_command(ctx, name))]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or plugins.load(cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         output.make_writable()

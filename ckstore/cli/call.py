@@ -47,14 +47,13 @@ class Call:
         """The argument at `index`, or another text where it was not given."""
         return self.words[index] if index < len(self.words) else otherwise
 
-    def open(self, *, create: bool = False, chunk_size: int | None = None) -> Store:
-        """The store, with the cache directory that the environment names."""
+    def open(self, *, create: bool = False, chunk_size: int | None = None, profile: str | None = None) -> Store:
+        """The store, with the cache directory that the environment names; other settings as `ckstore.open` has them."""
         from ckstore.store import open_store
 
-        cache = os.environ.get("CKSTORE_CACHE") or None
-        if chunk_size is None:
-            return open_store(self.place, create, cache_dir=cache)
-        return open_store(self.place, create, cache_dir=cache, chunk_size=chunk_size)
+        given = {"chunk_size": chunk_size, "profile": profile}
+        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return open_store(self.place, create, cache_dir=os.environ.get("CKSTORE_CACHE") or None, **settings)
 
     def answer(self, document: Callable[[], dict[str, Any]], people: Callable[[Console], None]) -> None:
         """Print the result: the document with --json, else what `people` prints."""
@@ -80,9 +79,9 @@ class Command(TyperCommand):
 
 
 def command(
-    app: typer.Typer, words: str = "[STORE]", fewest: int = 0, most: int = 0
+    app: typer.Typer, words: str = "[STORE]", fewest: int = 0, most: int = 0, *, name: str | None = None
 ) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Make a function a command of `app`, under its own name. What it returns is the exit code (None: 0).
+    """Make a function a command of `app`, under its own name or `name`. What it returns is the exit code (None: 0).
 
     Its first parameter is the `Call`, the others become options; the shared ones are added. `words` spells the
     arguments for the help; `fewest` to `most` of them come after the store.
@@ -104,7 +103,7 @@ def command(
             raise typer.Exit(code or exits.OK)
 
         _dress(run, body)
-        app.command(cls=Command, options_metavar=f"[OPTIONS] {words}")(run)
+        app.command(name, cls=Command, options_metavar=f"[OPTIONS] {words}")(run)
         return run
 
     return register

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckstore.diff import DiffReport, SnapshotDetail
+    from ckstore.detail import SnapshotDetail
+    from ckstore.diff import Census, Change, DiffReport
     from ckstore.gc import Sweep
     from ckstore.info import SnapshotInfo
     from ckstore.prune import PruneReport
     from ckstore.state.describe import Entry
+    from ckstore.state.movement import Movement
+    from ckstore.state.training import Optimizer, Stateful, TrainingRun, Weight
     from ckstore.status import Busy, StatusReport
     from ckstore.verify import Finding, VerifyReport
 
@@ -36,6 +39,7 @@ def snapshot(info: SnapshotInfo) -> Document:
         "parent": info.parent,
         "seconds": info.seconds,
         "state": info.state,
+        "ranks": info.ranks,
     }
 
 
@@ -51,6 +55,7 @@ def entry(leaf: Entry) -> Document:
         "shape": None if leaf.shape is None else list(leaf.shape),
         "bytes": leaf.nbytes,
         "value": leaf.value or None,
+        "flags": list(leaf.flags),
     }
 
 
@@ -60,8 +65,56 @@ def detail(found: SnapshotDetail, entries: Sequence[Entry]) -> Document:
         "packs": found.packs,
         "pack_bytes": found.pack_bytes,
         "chunks": found.chunks,
+        "ranks": list(found.ranks),
+        "runs": [{"rank": rank, **run(one)} for rank, one in sorted(found.runs.items())],
         "entries": [entry(leaf) for leaf in entries],
     }
+
+
+def run(one: TrainingRun) -> Document:
+    return {
+        "layout": one.layout,
+        "step": one.step,
+        "metrics": one.metrics,
+        "models": [{"name": model.name, "weights": list(map(weight, model.weights))} for model in one.models],
+        "optimizers": [optimizer(each) for each in one.optimizers],
+        "schedulers": [stateful(each) for each in one.schedulers],
+        "scalers": [stateful(each) for each in one.scalers],
+        "dataloaders": [stateful(each) for each in one.dataloaders],
+        "others": [
+            {"name": each.name, "kind": each.kind, "leaves": each.leaves, "bytes": each.nbytes} for each in one.others
+        ],
+        "frozen": list(one.frozen),
+        "generators": list(one.generators),
+    }
+
+
+def weight(one: Weight) -> Document:
+    return {
+        "name": one.name,
+        "kind": one.kind,
+        "dtype": one.dtype or None,
+        "shape": list(one.shape),
+        "elements": one.elements,
+        "bytes": one.nbytes,
+        "use": one.use or None,
+        "tied_to": one.tied_to,
+    }
+
+
+def optimizer(one: Optimizer) -> Document:
+    return {
+        "name": one.name,
+        "kind": one.kind,
+        "groups": [{"parameters": group.parameters, "options": group.options} for group in one.groups],
+        "with_state": one.with_state,
+        "tensors": one.tensors,
+        "bytes": one.nbytes,
+    }
+
+
+def stateful(one: Stateful) -> Document:
+    return {"name": one.name, "kind": one.kind, "values": one.values, "bytes": one.nbytes}
 
 
 def difference(report: DiffReport) -> Document:
@@ -71,13 +124,43 @@ def difference(report: DiffReport) -> Document:
         "same": report.same,
         "added": [entry(leaf) for leaf in report.added],
         "removed": [entry(leaf) for leaf in report.removed],
-        "changed": [
-            {"path": one.path, "same_form": one.same_form, "before": entry(one.before), "after": entry(one.after)}
-            for one in report.changed
-        ],
+        "changed": [change(one) for one in report.changed],
         "unchanged": report.unchanged,
         "shared_bytes": report.shared_bytes,
         "new_bytes": report.new_bytes,
+        "measured": report.measured,
+        "census": None if report.census is None else census(report.census),
+    }
+
+
+def change(one: Change) -> Document:
+    return {
+        "path": one.path,
+        "same_form": one.same_form,
+        "before": entry(one.before),
+        "after": entry(one.after),
+        "movement": None if one.movement is None else movement(one.movement),
+    }
+
+
+def movement(one: Movement) -> Document:
+    return {
+        "elements": one.elements,
+        "changed_elements": one.changed,
+        "norm": one.norm,
+        "norm_before": one.norm_before,
+        "relative": one.relative,
+        "largest": one.largest,
+        "nan": list(one.nan),
+        "inf": list(one.inf),
+    }
+
+
+def census(one: Census) -> Document:
+    return {
+        "tensors": one.tensors,
+        "elements": one.elements,
+        "not_finite": [{"path": each.path, "nan": each.nan, "inf": each.inf} for each in one.found],
     }
 
 

@@ -13,11 +13,11 @@ def split(
     """The store and the other words, of which there are `fewest` to `most`.
 
     `--store` wins; then all words are others. Else the first word is the store, unless the environment names one and
-    the words may all be others. A word with a slash is always a store there, as no ref and no tag holds one.
+    the words may all be others, or have to be. A word with a slash is a store there, as no ref and no tag holds one.
     """
     if option is not None:
         store, rest = option, tuple(words)
-    elif words and (not environment or len(words) > most or _is_place(words[0])):
+    elif words and (not environment or len(words) > most or (len(words) > fewest and _is_place(words[0]))):
         store, rest = words[0], tuple(words[1:])
     elif environment:
         store, rest = environment, tuple(words)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 from rich.text import Text
 
-from ckstore.cli.text import age, clipped, count, duration, plain, ratio, shape, size
+from ckstore.cli.text import age, count, duration, plain, ratio, size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckstore.diff import Change, DiffReport, SnapshotDetail
     from ckstore.gc import Sweep
     from ckstore.info import SnapshotInfo
     from ckstore.prune import PruneReport
-    from ckstore.state.describe import Entry
     from ckstore.status import Busy, StatusReport
     from ckstore.verify import Finding, VerifyReport
 
-_VALUE = 60
-"""Characters of a value that are shown."""
 _WIDE = 100
 """Columns of a terminal on which `ls` shows everything."""
 _COLOURS = {"ok": "green", "quarantined": "red", "condemned": "yellow", "fenced": "yellow", "gone": "yellow"}
@@ -96,73 +91,6 @@ def snapshots(out: Console, infos: Sequence[SnapshotInfo], limit: int | None) ->
         )
     out.print(listing)
     cut(out, len(shown), len(infos), "snapshot", "show all with --limit 0")
-
-
-def detail(out: Console, found: SnapshotDetail, entries: Sequence[Entry], limit: int | None) -> None:
-    info = found.info
-    facts(
-        out,
-        [
-            ("snapshot", info.id),
-            ("step", info.step),
-            ("branch", f"{info.branch} (epoch {info.epoch})"),
-            ("created", f"{info.created:%Y-%m-%d %H:%M:%S} UTC"),
-            ("tags", ", ".join(info.tags)),
-            ("state", word(info.state)),
-            ("parent", info.parent),
-            ("full", "yes: no earlier pack is needed" if info.full else ""),
-            ("logical", size(info.logical_bytes)),
-            ("stored", f"{size(info.stored_bytes)} ({ratio(info.logical_bytes, info.stored_bytes)})"),
-            ("needs", f"{count(found.chunks, 'chunk')} in {count(found.packs, 'pack')} of {size(found.pack_bytes)}"),
-            ("took", duration(info.seconds)),
-            ("content", info.content),
-            *(
-                (f"meta {plain(key)}", clipped(json.dumps(value, ensure_ascii=False), _VALUE))
-                for key, value in info.meta.items()
-            ),
-        ],
-    )
-    line(out, "")
-    listing = table("PATH", "KIND", "DTYPE", "SHAPE", ">BYTES", "VALUE")
-    shown = entries if limit is None else entries[:limit]
-    for leaf in shown:
-        sized = size(leaf.nbytes) if leaf.nbytes or leaf.shape is not None else ""
-        value = clipped(leaf.value, _VALUE)
-        add(listing, leaf.path or "(the state itself)", leaf.kind, leaf.dtype, shape(leaf.shape), sized, value)
-    out.print(listing)
-    cut(out, len(shown), len(entries), "entry", "show all with --limit 0, or some with --keys 'model/**'")
-
-
-def difference(out: Console, report: DiffReport, limit: int | None) -> None:
-    rows = [("-", one.path, form(one)) for one in report.removed]
-    rows += [("+", one.path, form(one)) for one in report.added]
-    rows += [("~", one.path, change(one)) for one in report.changed]
-    listing = table("", "PATH", "WHAT")
-    shown = rows if limit is None else rows[:limit]
-    for sign, path, what in shown:
-        add(listing, sign, path or "(the state itself)", what)
-    if rows:
-        out.print(listing)
-        cut(out, len(shown), len(rows), "difference", "show all with --limit 0")
-        line(out, "")
-    line(
-        out,
-        f"step {report.before.step} ({report.before.id}) → step {report.after.step} ({report.after.id}): "
-        f"{len(report.added)} added, {len(report.removed)} removed, {len(report.changed)} changed, "
-        f"{report.unchanged} unchanged",
-    )
-    line(out, f"chunks: {size(report.shared_bytes)} shared, {size(report.new_bytes)} new")
-
-
-def form(leaf: Entry) -> str:
-    """A leaf in a few words: `torch tensor float32 [3, 4]`, `int 7`."""
-    return " ".join(filter(None, [leaf.kind, leaf.dtype, shape(leaf.shape), clipped(leaf.value, _VALUE)]))
-
-
-def change(one: Change) -> str:
-    """How a leaf changed."""
-    before, after = form(one.before), form(one.after)
-    return f"{before}: values differ" if before == after else f"{before} → {after}"
 
 
 def verification(out: Console, report: VerifyReport) -> None:

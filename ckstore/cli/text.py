@@ -57,15 +57,20 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def number(value: float) -> str:
+    """Six digits: `0.00025`, `1e-08`, `1234.5`, `nan`."""
+    return f"{value:.6g}"
+
+
 def shape(dimensions: Sequence[int] | None) -> str:
     """`[3, 4]`; nothing for what has no shape."""
     return "" if dimensions is None else "[" + ", ".join(map(str, dimensions)) + "]"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 snapshot`, `2 snapshots`, `2 branches`, `2 entries`."""
+    """`1 snapshot`, `2 snapshots`, `2 branches`, `2 entries`, `2 keys`."""
     if number == 1:
         return f"1 {noun}"
-    if noun.endswith("y"):
+    if noun.endswith("y") and noun[-2:-1] not in tuple("aeo"):
         return f"{number} {noun[:-1]}ies"
     return f"{number} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"

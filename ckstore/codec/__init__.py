@@ -24,17 +24,20 @@ class _Codec(Protocol):
     @property
     def PARAMS(self) -> Set[int]: ...
 
-    def encode(self, param: int, plain: memoryview, level: int) -> bytes | memoryview: ...
+    def encode(self, param: int, plain: memoryview, level: int, out: memoryview) -> int | None: ...
 
     def decode(self, param: int, stored: memoryview, out: memoryview) -> None: ...
 
+
+ROOM = planes.ROOM
+"""The bytes that `encode_into` and `encode_checked` want of their memory beyond the size of the chunk."""
 
 _CODECS: dict[int, _Codec] = {RAW: raw, ZSTD: zstd, PLANES: planes}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to encode: a codec, its parameter (element size of planes, else 0) and a zstd level that no reader needs.
+    """How to encode: a codec, its parameter (that of planes, else 0) and a zstd level that no reader needs.
 
     `share` is the size that is left, as a share of the plain one, as it was found on a sample.
     """
@@ -47,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A chunk as it is to be stored. A raw one shares the memory of the plain bytes."""
+    """A chunk as it is to be stored. A raw one is the plain bytes themselves, not a copy."""
 
     codec: int
     param: int
@@ -57,9 +60,20 @@ class Encoded:
 AS_IS = Choice(RAW)
 
 
-def encode(codec: int, param: int, plain: memoryview, level: int) -> bytes | memoryview:
-    """The stored form of `plain` (flat bytes); raw is `plain` itself, not a copy."""
-    return _known(codec, param).encode(param, plain, level)
+def encode_into(codec: int, param: int, plain: memoryview, level: int, out: memoryview) -> int | None:
+    """Put the stored form of `plain` (flat bytes) at the beginning of `out`, which is `ROOM` bytes larger.
+
+    The bytes that it takes; None if it does not fit. What stands behind them is undefined.
+    """
+    return _known(codec, param).encode(param, plain, level, out)
+
+
+def encode(codec: int, param: int, plain: memoryview, level: int) -> memoryview:
+    """The stored form of `plain` (flat bytes), in memory of its own."""
+    out = memoryview(bytearray(len(plain) + (len(plain) >> 7) + 1024))  # more than zstd makes of anything
+    size = encode_into(codec, param, plain, level, out)
+    assert size is not None
+    return out[:size]
 
 
 def decode(codec: int, param: int, stored: memoryview, out: memoryview) -> None:
@@ -67,9 +81,13 @@ def decode(codec: int, param: int, stored: memoryview, out: memoryview) -> None:
     _known(codec, param).decode(param, stored, out)
 
 
-def encode_delta(param: int, difference: memoryview, base_id: bytes) -> Encoded:
-    """The frame of a difference from the chunk `base_id`. Prove it with `decode_delta` before it is kept."""
-    return Encoded(DELTA, param, delta.encode(param, difference, base_id))
+def encode_delta(param: int, difference: memoryview, base_id: bytes) -> Encoded | None:
+    """The frame of a difference from the chunk `base_id`; None if it does not shrink.
+
+    Prove it with `decode_delta` before it is kept.
+    """
+    stored = delta.encode(param, difference, base_id)
+    return None if stored is None else Encoded(DELTA, param, bytes(stored))
 
 
 def decode_delta(codec: int, param: int, stored: memoryview, base_id: bytes, out: memoryview) -> None:
@@ -79,17 +97,21 @@ def decode_delta(codec: int, param: int, stored: memoryview, base_id: bytes, out
     delta.decode(param, stored, base_id, out)
 
 
-def encode_checked(choice: Choice, plain: memoryview) -> Encoded:
+def encode_checked(choice: Choice, plain: memoryview, out: memoryview | None = None) -> Encoded:
     """Encode `plain`, which nobody changes meanwhile, and prove that it decodes to that; raw if it does not shrink.
 
-    A codec that loses bytes (a fault of the machine) is warned of, and the chunk is kept raw.
+    What is stored stands at the beginning of `out`, which is `ROOM` bytes larger than `plain` (without it, in memory
+    of its own), or is `plain`. A codec that loses bytes (a fault of the machine) is warned of; its chunk is kept raw.
     """
-    if choice.codec == RAW or len(plain) < choice.param:
+    if choice.codec == RAW or len(plain) < planes.width(choice.param):
         return Encoded(RAW, 0, plain)
-    stored = encode(choice.codec, choice.param, plain, choice.level)
-    if len(stored) >= len(plain):
+    if out is None:
+        out = memoryview(bytearray(len(plain) + ROOM))
+    size = encode_into(choice.codec, choice.param, plain, choice.level, out)
+    if size is None or size >= len(plain):
         return Encoded(RAW, 0, plain)
-    if not _gives(choice, memoryview(stored), plain):
+    stored = out[:size]
+    if not _gives(choice, stored, plain):
         warnings.warn(f"codec {choice.codec} lost bytes on this machine; a chunk is kept raw", stacklevel=2)
         return Encoded(RAW, 0, plain)
     return Encoded(choice.codec, choice.param, stored)

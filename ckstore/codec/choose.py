@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckstore.codec import AS_IS, PLANES, ZSTD, Choice, encode, planes, zstd
+from ckstore.codec import AS_IS, PLANES, ROOM, ZSTD, Choice, encode_into, planes, zstd
+from ckstore.codec.scratch import scratch
 from ckstore.errors import InvalidInputError
 
-SAMPLE_PIECE = 16 << 10
 SAMPLE_PIECES = 8
-SAMPLE_SIZE = SAMPLE_PIECE * SAMPLE_PIECES
-"""A sample is at most this many bytes."""
+LEAST_SAMPLE, SAMPLE_SIZE = 16 << 10, 128 << 10
+"""A sample is a 64th of a blob within these bounds, in bytes: every candidate encodes it, and some are slow."""
+_MARGIN = 0.01
+"""The share of what the candidates before it leave that another one must save: looking for repetitions in what has none
+takes three times as long as coding its entropy, and finds a little by chance."""
+_TINY = 128
+"""Blobs of fewer bytes are kept as they are: what could be saved is less than what stands around them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What to try, as pairs of codec and zstd level, and the share of the size that must be saved to bother.
+    """What to try, as pairs of codec and zstd level, the preferred first, and the share of the size that must be saved
+    to bother.
 
     `delta_depth` is how many deltas may stand on top of each other before a chunk is kept whole again; 0: no deltas.
     """
@@ -43,23 +49,26 @@ def profile_named(name: str) -> Profile:
 
 def sample_of(plain: memoryview) -> memoryview:
     """Evenly spaced pieces of `plain` (all of it if it is small), each beginning on a multiple of 16 bytes."""
-    if len(plain) <= SAMPLE_SIZE:
+    if len(plain) <= LEAST_SAMPLE:
         return plain
-    stride = (len(plain) - SAMPLE_PIECE) // (SAMPLE_PIECES - 1) & ~15
-    return memoryview(b"".join(plain[i * stride : i * stride + SAMPLE_PIECE] for i in range(SAMPLE_PIECES)))
+    piece = min(max(len(plain) // 64, LEAST_SAMPLE), SAMPLE_SIZE) // SAMPLE_PIECES & ~15
+    stride = (len(plain) - piece) // (SAMPLE_PIECES - 1) & ~15
+    return memoryview(b"".join(plain[i * stride : i * stride + piece] for i in range(SAMPLE_PIECES)))
 
 
 def choose(profile: Profile, kind: str, itemsize: int, sample: memoryview) -> Choice:
-    """The candidate that makes the sample smallest, or `AS_IS` if none saves enough; of equals, the first.
+    """The candidate that makes the sample smallest, or `AS_IS` if none saves enough; of nearly equals, the first.
 
     `kind` is "float", "int" or "raw" (no elements known); `itemsize` the bytes of one element.
     """
-    best, least = AS_IS, len(sample) * (1 - profile.minimum_gain)
+    best, most = AS_IS, len(sample) * (1 - profile.minimum_gain)
+    if len(sample) < _TINY:
+        return AS_IS
     for codec, level in profile.candidates:
-        param = itemsize if codec == PLANES else 0
-        if codec == PLANES and (kind == "raw" or param not in planes.PARAMS or len(sample) < param):
+        param = planes.param_for(kind, itemsize) if codec == PLANES else 0
+        if param is None or len(sample) < planes.width(param):
             continue
-        size = len(encode(codec, param, sample, level))
-        if size < least:
-            best, least = Choice(codec, param, level, size / len(sample)), size
+        size = encode_into(codec, param, sample, level, scratch("sample", len(sample) + ROOM))
+        if size is not None and size < most:
+            best, most = Choice(codec, param, level, size / len(sample)), size * (1 - _MARGIN)
     return best

@@ -246,6 +246,8 @@ def _decode(payload: bytes | memoryview, kind: type[R], name: str) -> R:
         _check_commit(record, name)
     if isinstance(record, Relocation):
         _check_relocation(record, name)
+    if isinstance(record, Part) and record.done is not None:
+        _check_done(record.rank, record.done, name)
     return record
 
 
@@ -256,6 +258,15 @@ def _check_commit(record: Commit, name: str) -> None:
     if any(entry.inline is not None and len(entry.inline) != entry.size for entry in record.manifests):
         raise FormatError(f"{name} holds a manifest of another size than it says")
     if len({pack.name for pack in record.packs}) != len(record.packs):
+        raise FormatError(f"{name} lists a pack twice")
+
+
+def _check_done(rank: int, done: Contribution, name: str) -> None:
+    if done.manifest.rank != rank:
+        raise FormatError(f"{name} names the manifest of rank {done.manifest.rank} for what rank {rank} wrote")
+    if done.manifest.inline is not None and len(done.manifest.inline) != done.manifest.size:
+        raise FormatError(f"{name} holds a manifest of another size than it says")
+    if len({pack.name for pack in done.packs}) != len(done.packs):
         raise FormatError(f"{name} lists a pack twice")
 
 

@@ -16,7 +16,10 @@ from ckstore.errors import InvalidInputError
 _BARE = re.compile(r"\w[\w.:+=@#-]*\Z")
 _DECIMAL_BITS = 256
 _HEXADECIMAL = re.compile(r"0x[0-9a-f]{65,}\Z")
-_WORDS = frozenset({"None", "True", "False"})
+_SPELLED_HEXADECIMAL = re.compile(r"-?0x[0-9a-f]{65,}\Z")
+"""An int of over 256 bits; a str that looks so would stand in quotes."""
+_WORDS: dict[str, bool | None] = {"None": None, "True": True, "False": False}
+_SPELLED_STEP = re.compile(r'b?"(?:[^"\\]|\\.)*"|[^/"]+')
 _STEP = re.compile(r'(?:b?"(?:[^"\\]|\\.)*"|[^/"])+')
 
 
@@ -49,6 +52,30 @@ def spell_int(number: int) -> str:
 def spell(path: Path) -> str:
     """The spelling of a path; the root is the empty string."""
     return "/".join(map(spell_step, path))
+
+
+def parse(spelled: str) -> Path:
+    """The path that is spelled so."""
+    return tuple(_parse_step(text) for text in _SPELLED_STEP.findall(spelled))
+
+
+def _parse_step(text: str) -> Step:
+    if text.startswith('b"'):
+        return str(json.loads(text[1:])).encode("latin-1")
+    if text.startswith('"'):
+        return str(json.loads(text))
+    if text.startswith("."):
+        return Part(text[1:])
+    if text in _WORDS:
+        return _WORDS[text]
+    if _SPELLED_HEXADECIMAL.match(text):
+        return int(text, 16)
+    for kind in (int, float, complex):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _is_bare(text: str) -> bool:

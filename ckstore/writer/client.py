@@ -24,7 +24,7 @@ from ckstore.format import records
 from ckstore.ids import SaveName
 from ckstore.retention import Retention
 from ckstore.saver import Saved, settle
-from ckstore.writer import errors, launch, messages, sources
+from ckstore.writer import errors, launch, messages, remains, sources
 from ckstore.writer.job import Job
 from ckstore.writer.messages import Bytes, Channel, Failed, Hello, Named, Open, Opened, Prune, Pruned, Want
 from ckstore.writer.watch import Watch
@@ -35,38 +35,15 @@ GRACE_SECONDS = 5.0
 """How long a writer that has closed its end may take to end."""
 
 
-class _Turn:
-    """A lock that knows its thread: a signal may interrupt the wait for it, and the fork goes on without it then."""
-
-    def __init__(self) -> None:
-        self.lock: Any = threading.RLock()
-
-    def locked(self) -> bool:
-        """Whether this thread holds it."""
-        return bool(self.lock._is_owned())  # as threading.Condition asks it
-
-
-_starting = _Turn()
+_starting: Any = threading.RLock()
 """Held while a writer is started and while this process forks. A fork in between would inherit the writer's end of the
 socket, whose end would never be seen then, and the pipe by which `Popen` waits for its child."""
 
-
-def _before_fork() -> None:
-    _starting.lock.acquire()
-
-
-def _after_fork() -> None:
-    if _starting.locked():
-        _starting.lock.release()
-
-
-def _in_fork() -> None:
-    """Whoever else may hold the lock is no thread of this process."""
-    global _starting
-    _starting = _Turn()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork)
+# None of these is Python code: what a signal handler raises comes up before or after each of them. It may end the wait
+# for the lock; then the fork goes on without it, and there is nothing to release.
+os.register_at_fork(
+    before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting._at_fork_reinit
+)
 
 
 class WriterClient:
@@ -78,6 +55,8 @@ class WriterClient:
         self._context = context
         self._nice = nice
         self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        """Of the last one that was started."""
         self._channel: Channel | None = None
 
     def save(self, job: Job) -> tuple[Saved, list[str]]:
@@ -96,8 +75,10 @@ class WriterClient:
                 answer = self._exchange(job, names)
             except EOFError:
                 how = _ended(self._bury(GRACE_SECONDS))
-                if names and (saved := settle(self._context, names[-1], job.request)) is not None:
+                if (saved := self._settle(names, job)) is not None:
                     return saved, []
+                if names and (member := job.request.member) is not None:  # it failed for every rank
+                    raise SaveFailedError(member.rank, job.request.step, f"its writer process {how}") from None
                 if not job.layout.is_whole and job.streamed.is_set():
                     raise BackendError(
                         f"the writer process {how}, and what did not fit into the staging memory is gone, so that no "
@@ -107,15 +88,21 @@ class WriterClient:
             except BaseException as error:
                 self._bury()
                 saved = None
-                if names:
-                    with suppress(CkstoreError):
-                        saved = settle(self._context, names[-1], job.request)
+                with suppress(CkstoreError):
+                    saved = self._settle(names, job)
                 if saved is not None and isinstance(error, SaveFailedError):
                     return saved, []  # another rank failed when all had been done
                 raise
             else:
                 return _outcome(answer)
         raise BackendError(f"{ATTEMPTS} writer processes died of this save; the last one {how}", retryable=True)
+
+    def _settle(self, names: list[SaveName], job: Job) -> Saved | None:
+        """What became of a save whose writer is gone, under the last of the names that it had taken."""
+        try:
+            return settle(self._context, names[-1], job.request) if names else None
+        finally:
+            remains.withdraw(self._context.backend, self._pid)
 
     def _exchange(self, job: Job, names: list[SaveName]) -> messages.ToTrainer:
         """Send a save and whatever is asked for; the last answer. `names` gets each name that the save takes."""
@@ -150,7 +137,9 @@ class WriterClient:
             answer = channel.receive_in_trainer()
             assert isinstance(answer, Pruned)
         except EOFError:
-            return f"the writer process {_ended(self._bury(GRACE_SECONDS))}"
+            how = _ended(self._bury(GRACE_SECONDS))
+            remains.withdraw(self._context.backend, self._pid)
+            return f"the writer process {how}"
         except Exception as error:  # the snapshot is saved, whatever this is
             self._bury()
             return errors.text_of(error)
@@ -175,7 +164,7 @@ class WriterClient:
     def _rate(self) -> int | None:
         """Bytes a second that may be written now."""
         throttle = self._context.throttle
-        return None if throttle is None else throttle.rate
+        return None if throttle is None else throttle.rate_now()
 
     def _connected(self) -> Channel:
         """The channel to a writer that has the store open."""
@@ -202,7 +191,7 @@ class WriterClient:
 
     def _open(self) -> None:
         """Start a writer and have it open the store."""
-        with _starting.lock:
+        with _starting:
             self._channel = channel = self._start()
         hello = channel.receive_in_trainer()
         assert isinstance(hello, Hello)
@@ -233,7 +222,8 @@ class WriterClient:
                     raise
         except OSError as error:
             raise launch.refused(error) from error
-        return Channel(ours, Watch(self._process.pid).look)
+        self._pid = self._process.pid
+        return Channel(ours, Watch(self._pid).look)
 
     def _bury(self, grace: float = 0) -> int | None:
         """Make sure that the writer is gone, which may end by itself within `grace` seconds; its status, if known."""

@@ -53,6 +53,8 @@ class Job:
     copying: bool = False
     """Whether what is steady is being copied."""
     released: bool = False
+    replaced: int | None = None
+    """The step of the save that was given up for this one."""
 
     def place(self, blob: int) -> Bytes:
         """The staging memory of a blob that is staged."""

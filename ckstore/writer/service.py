@@ -95,7 +95,9 @@ class Service:
 
     def _pace(self, rate: int | None) -> None:
         """Write as fast as the trainer would now."""
-        self._context.throttle = None if rate is None else throttle_of(self._context.config.store, rate)
+        throttle = self._context.throttle = throttle_of(self._context.config.store)
+        if rate is not None:
+            throttle.keep_to(rate)
 
     def _save(self, message: Save, fd: int | None, held: Held | None) -> Saved | Failed:
         row = message.member

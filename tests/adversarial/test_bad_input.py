@@ -692,7 +692,11 @@ def test_no_module_can_run_what_it_reads(path: Path) -> None:
         found += [f"{node.lineno}: imports {name}" for name in names if name.split(".")[0] in LOADERS]
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             found.append(f"{node.value.lineno}: allow_pickle")
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "np.load", "os.system", "yaml.load"}:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if said.get("weights_only") != "True":
+                found.append(f"{node.lineno}: torch.load that unpickles")
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"np.load", "os.system", "yaml.load"}:
             found.append(f"{node.lineno}: {ast.unparse(node)}")
     assert found == []
 

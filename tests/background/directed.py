@@ -22,9 +22,10 @@ from ckstore.backend.fs import FsWrapper, OsFs
 from ckstore.writer import __main__ as program
 from ckstore.writer import messages, service
 
-POINTS = ("start", "received", "named", "call", "commit", "committed", "answer", "answered", "prune")
-"""Process begun · a save received · its name told · the n-th system call of a save · just before and just after the
-commit record is created · just before and just after the answer · before it prunes."""
+POINTS = ("start", "received", "named", "call", "message", "commit", "committed", "answer", "answered", "prune")
+"""Process begun · a save received · its name told · the n-th system call of a save · the n-th moment just before or
+just after a message is sent, or just after one is received · just before and just after the commit record is created ·
+just before and just after the answer · before it prunes."""
 
 
 def read(script: Path) -> list[dict[str, Any]]:
@@ -44,16 +45,16 @@ class Director:
 
     def __init__(self, script: Path) -> None:
         self._script = script
-        self._calls = 0
+        self._counts = {"call": 0, "message": 0}
         self.saving = False
 
     def at(self, point: str) -> None:
         acts = read(self._script)
         if not acts or acts[0]["at"] != point:
             return
-        if point == "call":
-            self._calls += self.saving
-            if self._calls != acts[0]["number"]:
+        if point in self._counts:
+            self._counts[point] += self.saving or point != "call"
+            if self._counts[point] != acts[0]["number"]:
                 return
         act = acts.pop(0)
         write(self._script, acts)
@@ -93,7 +94,9 @@ def direct(script: Path) -> None:
         director.saving &= not ends
         if ends:
             director.at("answer")
+        director.at("message")
         send(self, message, fd)
+        director.at("message")
         if isinstance(message, messages.Named):
             director.at("named")
         if ends:
@@ -101,6 +104,7 @@ def direct(script: Path) -> None:
 
     def directed_receive(self: messages.Channel) -> Any:
         found = receive(self)
+        director.at("message")
         if isinstance(found[0], messages.Save):
             director.saving = True
             director.at("received")

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore import staging
 from ckstore.errors import BackendError
 from ckstore.store import Store
 from ckstore.writer import client
 from tests.background import directed
-from tests.background.conftest import Writer
+from tests.background.conftest import CHUNK, Writer
 
 Noise = Callable[..., np.ndarray]
 Open = Callable[..., Store]
@@ -78,6 +79,49 @@ def test_a_writer_that_dies_while_it_prunes_loses_nothing(
     store.wait()
     assert caplog.messages == ["snapshot saved, but pruning failed: the writer process was ended by SIGKILL"]
     check(store, [2], noise)
+
+
+MESSAGES = 19
+"""Moments at which a writer may die between two messages: Hello and Opened, Named, three times Want, and Saved, before
+and after each; Open, Save, and three times Bytes, after each."""
+
+
+@pytest.mark.filterwarnings("ignore:a state of:ckstore.errors.CkstoreWarning")
+@pytest.mark.parametrize(
+    ("number", "times"),
+    [*((number, 1) for number in range(1, MESSAGES + 1)), *((n, client.ATTEMPTS) for n in (1, 6, 7, 10, 14, 17))],
+)
+def test_the_writer_of_a_streamed_state_dies_between_any_two_messages(
+    open_here: Open, writer: Writer, noise: Noise, place: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int
+) -> None:
+    """The call comes back; the save is made whole, or fails with an error that says why, and leaves nothing."""
+    monkeypatch.setattr(staging, "HELD", 0)
+    store = open_here(staging_limit=36 * CHUNK)
+    state = {f"w{i}": noise(i, 12) for i in range(4)}
+    writer.does(at="message", number=number, act="die", times=times)
+    pending = store.save_async(state, step=1)
+    for array in state.values():
+        array[:] = 0
+    error = pending.exception(60)
+    if error is None:
+        found = store.restore()
+        assert all(np.array_equal(found[f"w{i}"], noise(i, 12)) for i in range(4))
+    else:
+        assert isinstance(error, BackendError)
+        assert str(error).startswith(
+            (
+                "the writer process was ended by SIGKILL, and what did not fit into the staging memory is gone",
+                "3 writer processes died of this save; the last one was ended by SIGKILL",
+                "the writer process cannot be started: it was ended by SIGKILL before it had opened the store",
+            )
+        )
+        left = [path for house in ("packs", "saves", "manifests", "tmp") for path in place.glob(f"{house}/**/*")]
+        assert [path for path in left if path.is_file()] == []
+    assert store.status().undecided == []
+    writer.script.unlink(missing_ok=True)  # who failed of what is gone has cost one writer only
+    assert store.save_async({"w": noise(2, 20)}, step=2).wait().step == 2
+    assert [info.step for info in store.snapshots()] == ([2] if error else [2, 1])
+    assert store.verify().ok
 
 
 def test_a_save_that_no_writer_survives_fails_and_the_next_one_succeeds(

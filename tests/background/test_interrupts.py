@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ckstore import latch, pending
-from ckstore.background import clerk, saves
+from ckstore.background import clerk, order, saves
 from ckstore.errors import BackendError, CkstoreError, CkstoreWarning, InvalidInputError
 from ckstore.latch import Latch
 from ckstore.store import Store
@@ -28,7 +28,7 @@ from tests.background.conftest import CHUNK
 Noise = Callable[..., np.ndarray]
 Open = Callable[..., Store]
 
-TRACED = {saves.__file__, clerk.__file__, pending.__file__, latch.__file__}
+TRACED = {saves.__file__, clerk.__file__, order.__file__, pending.__file__, latch.__file__}
 
 
 class Interrupt:
@@ -92,7 +92,7 @@ def test_an_interrupt_at_any_line_leaves_a_store_that_works(
     for step in saved_steps(store):
         assert np.array_equal(store.restore(step)["w"], states[step]), step
     assert store._background is not None
-    assert store._background._clerk.jobs == {}
+    assert store._background._clerk.order.jobs == {}
     assert store._background._areas._lent == []
     store.close()
 
@@ -128,6 +128,133 @@ def test_an_interrupt_while_a_state_is_streamed_tears_nothing(
     assert at in saved_steps(store)
 
 
+class Gated:
+    """A runner whose next save waits until it is let go on."""
+
+    streams = False
+
+    def __init__(self, background: saves.Background) -> None:
+        self._carrier = background._clerk.order.carrier
+        self._inner = self._carrier.runner
+        self.stands, self.gate = threading.Event(), threading.Event()
+        self._carrier.runner = self  # type: ignore[assignment]
+
+    def save(self, job: Any) -> Any:
+        self.stands.set()
+        assert self.gate.wait(60)
+        return self._inner.save(job)
+
+    def let_go_on(self) -> None:
+        self._carrier.runner = self._inner
+        self.gate.set()
+
+
+def begun(store: Store) -> Gated:
+    """Saves in the background have begun, and the one of step 0 stands at a gate."""
+    store.save_async({}, step=0).wait()
+    store.wait()
+    assert store._background is not None
+    gated = Gated(store._background)
+    store.save_async({}, step=0)
+    assert gated.stands.wait(60)
+    return gated
+
+
+@pytest.mark.parametrize("steady", [False, True], ids=["copied", "steady"])
+@pytest.mark.timeout(300)
+def test_an_interrupt_while_a_queued_save_is_replaced_loses_one_of_them_and_not_both(
+    open_here: Open, noise: Noise, steady: bool
+) -> None:
+    store = open_here(f"memory://replaced-{steady}")
+    at, ended, kept = 0, False, set()
+    while not ended:
+        at += 1
+        gated = begun(store)
+        store.save_async({"w": noise(at, 3)}, step=2 * at, when_busy="replace")
+        given = noise(10_000 + at, 3)
+        wanted = given.copy()
+        try:
+            with Interrupt(at) as interrupt:
+                store.save_async(
+                    {"w": given}, step=2 * at + 1, when_busy="replace", steady=[given] if steady else []
+                )
+            ended = interrupt.left > 0  # there are no more lines
+        except KeyboardInterrupt:
+            pass
+        store.wait_copied()
+        given[:] = 0
+        gated.let_go_on()
+        store.wait()
+        (step,) = [step for step in saved_steps(store) if step // 2 == at]
+        kept.add(step % 2)
+        assert np.array_equal(store.restore(step)["w"], wanted if step % 2 else noise(at, 3)), at
+        store.prune({"keep_last": 1})
+    assert step == 2 * at + 1
+    assert (at > 40, kept) == (True, {0, 1})
+    assert store._background is not None
+    assert store._background._areas._lent == []
+
+
+def test_a_save_that_replaced_another_and_cannot_be_copied_is_told(
+    open_here: Open, noise: Noise, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a second interrupt: both are lost then, and the log says so."""
+    store = open_here("memory://lost")
+    gated = begun(store)
+    queued = store.save_async({"w": noise(1)}, step=1, when_busy="replace")
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saves.staging, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.save_async({"w": noise(2)}, step=2, when_busy="replace")
+        # Still in the handling of that error, which holds on to what the call held on to.
+        gated.let_go_on()
+        store.wait()
+    with pytest.raises(CkstoreError, match="step 1 was replaced"):
+        queued.wait()
+    assert "step 2 ended before its state was copied, and that of step 1 was given up for it: neither" in caplog.text
+    assert store.save_async({"w": noise(3)}, step=3).wait().step == 3
+
+
+@pytest.mark.parametrize("chunks", [2, 60])
+def test_a_queued_save_is_only_replaced_by_one_that_fits_into_its_memory(
+    open_here: Open, noise: Noise, chunks: int
+) -> None:
+    """One that does not waits: memory that is given back may not be had again."""
+    store = open_here(f"memory://growing-{chunks}")
+    gated = begun(store)
+    queued = store.save_async({"w": noise(1, 2)}, step=1, when_busy="replace")
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(store.save_async({"w": noise(2, chunks)}, step=2, when_busy="replace"))
+    )
+    thread.start()
+    assert store._background is not None
+    order = store._background._clerk.order
+    while not (order.claims or queued.done()):  # until it waits, or has replaced the queued one
+        pass
+    gated.let_go_on()
+    thread.join()
+    assert found[0].wait().step == 2
+    store.wait()
+    assert saved_steps(store) == ([0, 0, 2] if chunks == 2 else [0, 0, 1, 2])
+
+
+@pytest.mark.filterwarnings("ignore:a state of:ckstore.errors.CkstoreWarning")
+def test_a_streamed_save_replaces_none(open_here: Open, noise: Noise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be lost to an interrupt up to its end."""
+    monkeypatch.setattr(saves.staging, "HELD", 0)
+    store = open_here(staging_limit=48 * CHUNK, bandwidth_limit=1024 * CHUNK)
+    store.save_async({"w": noise(1, 8)}, step=1)
+    queued = store.save_async({"w": noise(2, 8)}, step=2, when_busy="replace")
+    store.save_async({f"w{i}": noise(3 + i, 20) for i in range(4)}, step=3, when_busy="replace").wait()
+    assert queued.wait().step == 2
+    assert saved_steps(store) == [1, 2, 3]
+
+
 def test_a_cancel_that_is_interrupted_hangs_nobody(open_here: Open, noise: Noise) -> None:
     store = open_here(bandwidth_limit=1024 * CHUNK)
     for at in range(1, 9):
@@ -146,7 +273,7 @@ def test_claims_of_several_threads_are_told_apart(open_here: Open, noise: Noise)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(store.save_async({"w": noise(2)}, step=2)))
     thread.start()
-    while store._background is None or len(store._background._clerk._claims) < 1:  # until it waits
+    while store._background is None or len(store._background._clerk.order.claims) < 1:  # until it waits
         assert not first.done()
     assert store.save_async({"w": noise(3)}, step=3, when_busy="skip").is_skipped()
     thread.join()
@@ -310,7 +437,7 @@ def test_a_store_that_is_forgotten_is_not_held_on_to(open_here: Open, tmp_path: 
     clerk = store._background._clerk  # type: ignore[union-attr]
     del store
     gc.collect()
-    assert clerk.ended.wait(60)
+    assert clerk.order.ended.wait(60)
     assert len(exit._open) == before
 
 
@@ -354,7 +481,7 @@ def test_an_error_that_nobody_foresaw_hangs_nobody(
     store.wait()
     background = store._background
     assert background is not None
-    background._clerk._runner = Broken(background._runner, verb)  # type: ignore[assignment]
+    background._clerk.order.carrier.runner = Broken(background._runner, verb)  # type: ignore[assignment]
     second = store.save_async({}, step=2, keep={"keep_last": 9})
     if verb == "save":
         with pytest.raises(ZeroDivisionError):
@@ -375,7 +502,7 @@ def test_a_clerk_that_fails_tells_everybody(store: Store, noise: Noise) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    background._clerk.staged = fail  # type: ignore[method-assign]
+    background._clerk.order.staged = fail  # type: ignore[method-assign]
     found = store.save_async({"w": noise(2)}, step=2)
     with pytest.raises(CkstoreError, match="have come to an end"):
         found.wait()

@@ -95,6 +95,73 @@ def test_a_save_that_fails_while_the_process_ends_is_told_and_is_no_success(tmp_
     assert found.returncode == 1
 
 
+WORKER = """
+import multiprocessing, os, sys, threading
+import numpy as np
+import ckstore
+from ckstore.backend.memory import MemoryBackend
+from ckstore.testing.faults import Fault, FaultyBackend
+
+def work(fails, end, queue):
+    full = [Fault("put_stream", 1, ckstore.NoSpaceError("the storage is full"))] if fails else []
+    store = ckstore.open(FaultyBackend(MemoryBackend(), *full), create=True, cache_dir=sys.argv[2])
+    store.save_async({"w": np.arange(9.0)}, step=1)
+    threading.Thread(target=print, args=["a thread is waited for"]).start()
+    queue.put("x" * 100_000)
+    if end == "raise":
+        raise ZeroDivisionError
+    if end is not None:
+        sys.exit(end)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(METHOD)
+    queue = context.Queue()
+    worker = context.Process(target=work, args=(FAILS, END, queue))
+    worker.start()
+    assert len(queue.get()) == 100_000
+    worker.join()
+    sys.exit(worker.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("fails", "end", "status"),
+    [(True, None, 1), (True, 0, 1), (True, 7, 7), (True, "raise", 1), (False, None, 0), (False, 7, 7)],
+)
+def test_a_save_that_fails_while_a_worker_ends_is_told_and_is_no_success(
+    tmp_path: Path, method: str, fails: bool, end: Any, status: int
+) -> None:
+    """Whatever else happens at the end of a process of multiprocessing still happens."""
+    head = f"METHOD, FAILS, END = {method!r}, {fails}, {end!r}\n"
+    found = run(tmp_path, "", head + WORKER)
+    told = "ckstore: a save in the background failed, and nothing was saved: the storage is full" in found.stderr
+    assert (found.returncode, told) == (status, fails)
+    assert ("ZeroDivisionError" in found.stderr) == (end == "raise")
+    assert found.stdout == "a thread is waited for\n"
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "pass"])
+def test_a_save_that_fails_while_a_fork_ends_is_told_and_is_no_success(tmp_path: Path, end: str) -> None:
+    forked = f"""
+from ckstore.backend.memory import MemoryBackend
+from ckstore.testing.faults import Fault, FaultyBackend
+
+store.close()
+sys.stdout.flush()
+if (pid := os.fork()) == 0:
+    backend = FaultyBackend(MemoryBackend(), Fault("put_stream", 1, ckstore.NoSpaceError("the disk is full")))
+    store = ckstore.open(backend, create=True, cache_dir=sys.argv[2])
+    store.save_async({{"w": np.arange(9.0)}}, step=1)
+    {end}
+else:
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    found = run(tmp_path, forked)
+    assert (found.stdout, found.returncode) == ("1\n", 0)
+    assert "ckstore: a save in the background failed, and nothing was saved: the disk is full" in found.stderr
+
+
 def test_a_fork_saves_with_a_writer_of_its_own(tmp_path: Path) -> None:
     found = run(
         tmp_path,
@@ -261,14 +328,14 @@ def test_no_fork_falls_into_the_start_of_a_writer(store: Store, monkeypatch: pyt
     real, held = subprocess.Popen, []
 
     def watched(*args: Any, **options: Any) -> Any:
-        held.append(client._starting.locked())
+        held.append(client._starting._is_owned())
         return real(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(client.subprocess, "Popen", watched)  # type: ignore[attr-defined]
         store.save_async({}, step=1).wait()
     assert held == [True]
-    assert not client._starting.locked()
+    assert not client._starting._is_owned()
     if (pid := os.fork()) == 0:
-        os._exit(4 if client._starting.locked() else 3)
+        os._exit(4 if client._starting._is_owned() else 3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3

@@ -139,7 +139,7 @@ def test_the_writer_ends_when_a_store_is_forgotten(open_here: Open, place: Path,
     clerk = store._background._clerk  # type: ignore[union-attr]
     del store
     assert pending.wait().step == 1
-    assert clerk.ended.wait(60)
+    assert clerk.order.ended.wait(60)
     assert writers() == set()
 
 
@@ -204,7 +204,7 @@ def test_a_queued_save_is_replaced_by_a_newer_one(
     writer.waits("commit")
     buffer = noise(1, 9)
     pending = [store.save_async({"w": buffer}, step=1, when_busy="replace")]
-    while not (store._background and store._background._clerk._running):  # until the first one is begun
+    while not (store._background and store._background._clerk.order.running):  # until the first one is begun
         pass
     with caplog.at_level(logging.WARNING, "ckstore"):
         for step in (2, 3, 4):
@@ -224,14 +224,14 @@ def test_a_queued_save_is_replaced_by_a_newer_one(
 def test_only_what_has_not_begun_can_be_cancelled(store: Store, writer: Writer) -> None:
     writer.waits("commit")
     first = store.save_async({}, step=1)
-    while not (store._background and store._background._clerk._running):
+    while not (store._background and store._background._clerk.order.running):
         pass
     second = store.save_async({}, step=2, when_busy="replace")
     assert (second.cancel(), second.cancel(), second.done()) == (True, True, True)
     with pytest.raises(NotSavedError, match="step 2 was cancelled"):
         second.wait()
     third = store.save_async({}, step=3, when_busy="replace")
-    while not (store._background and store._background._clerk._queued):
+    while not (store._background and store._background._clerk.order.queued):
         pass
     writer.go_on()
     first.wait()

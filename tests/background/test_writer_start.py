@@ -15,17 +15,17 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ckstore
+from ckstore import sealed
 from ckstore.errors import BackendError, FormatError
 from ckstore.retention import Retention
 from ckstore.store import Store
-from ckstore.throttle import throttle_of
+from ckstore.throttle import TokenBucket, throttle_of
 from ckstore.writer import __main__ as program
 from ckstore.writer import client, launch, messages, service, sources
 from ckstore.writer.client import WriterClient
@@ -159,41 +159,76 @@ def test_a_default_timeout_in_the_writer_is_not_the_socket_s(tmp_path: Path) -> 
 # ---- forks
 
 
-def test_a_fork_whose_wait_was_interrupted_leaves_the_lock_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    starting = client._starting
+@pytest.mark.parametrize("lock", [client._starting, sealed._guard], ids=["start", "index"])
+def test_a_fork_whose_wait_was_interrupted_leaves_the_lock_as_it_is(lock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the other thread's in the parent, and nobody's in the child."""
     held, done = threading.Event(), threading.Event()
     ignored: list[type[BaseException] | None] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: ignored.append(args.exc_type))
 
-    def start() -> None:
-        with starting.lock:
+    def hold() -> None:
+        with lock:
             held.set()
             done.wait()
 
-    def interrupt(_: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code is client._before_fork.__code__:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            raise KeyboardInterrupt
+    def interrupt(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise KeyboardInterrupt
 
-    thread = threading.Thread(target=start)
+    thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(60)
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)  # the fork waits for the lock until then
         if (pid := os.fork()) == 0:
-            os._exit(3 if client._starting.lock.acquire(blocking=False) else 4)
-        assert not starting.lock.acquire(blocking=False)  # it is the other thread's as before
+            os._exit(3 if lock.acquire(blocking=False) else 4)
+        assert not lock.acquire(blocking=False)  # it is the other thread's as before
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         done.set()
         thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-    assert ignored == [KeyboardInterrupt]
-    assert client._starting is starting
-    assert starting.lock.acquire(blocking=False)
-    starting.lock.release()
+    assert ignored == [KeyboardInterrupt, RuntimeError]  # the wait; and there was nothing to release
+    assert lock.acquire(blocking=False)
+    lock.release()
+
+
+INTERRUPTED_FORK = """
+import logging, os, signal, sys, threading
+from _thread import interrupt_main
+from functools import partial
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGUSR1, interrupt)
+# Comes up in the first Python code after the fork; logging has some, which is before this.
+os.register_at_fork(after_in_parent=partial(interrupt_main, signal.SIGUSR1))
+
+from ckstore import sealed
+from ckstore.writer import client
+
+try:
+    if os.fork() == 0:
+        os._exit(0)
+except KeyboardInterrupt:
+    os.wait()
+else:
+    sys.exit("not interrupted")
+for lock in (client._starting, sealed._guard):
+    free = []
+    thread = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+    thread.start()
+    thread.join()
+    print(free)
+"""
+
+
+def test_an_interrupt_as_a_fork_returns_leaves_no_lock_taken() -> None:
+    found = subprocess.run([sys.executable, "-c", INTERRUPTED_FORK], capture_output=True, text=True, cwd=ROOT)
+    assert (found.stdout, found.stderr, found.returncode) == ("[True]\n[True]\n", "", 0)
 
 
 # ---- when it cannot be started
@@ -319,9 +354,9 @@ def _pid_after_saving(store: Store, noise: Noise) -> int:
 # ---- how fast it may write
 
 
-def test_another_opening_s_limit_reaches_a_writer_that_runs(
-    open_here: Opens, noise: Noise, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """The bandwidth limit of every message to a writer that has one."""
     sent: list[tuple[str, int | None]] = []
     send = Channel.send
 
@@ -331,13 +366,49 @@ def test_another_opening_s_limit_reaches_a_writer_that_runs(
         send(self, message, fd)
 
     monkeypatch.setattr(Channel, "send", watched)
-    store = open_here(bandwidth_limit="1GB/s")
+    return sent
+
+
+@pytest.mark.parametrize("first", [10**9, None])
+def test_another_opening_s_limit_reaches_a_writer_that_runs(
+    open_here: Opens, noise: Noise, limits: list[tuple[str, int | None]], first: int | None
+) -> None:
+    """The one that was set last holds; an opening without any changes nothing."""
+    store = open_here(bandwidth_limit=first)
     pid = _pid_after_saving(store, noise)
     open_here(bandwidth_limit="2GB/s")
     store.save_async({"w": noise(2)}, step=2, keep={"keep_last": 1}).wait()
+    open_here()
+    store.save_async({"w": noise(3)}, step=3).wait()
     assert _pid(store) == pid
     store.close()
-    assert sent == [("Save", 10**9), ("Save", 2 * 10**9), ("Prune", 2 * 10**9)]
+    assert limits == [("Save", first), ("Save", 2 * 10**9), ("Prune", 2 * 10**9), ("Save", 2 * 10**9)]
+
+
+def test_a_store_opened_without_a_limit_keeps_to_that_of_an_earlier_opening(
+    open_here: Opens, noise: Noise, limits: list[tuple[str, int | None]]
+) -> None:
+    open_here(bandwidth_limit=10**9).close()
+    open_here().save_async({"w": noise(1)}, step=1).wait()
+    assert limits == [("Save", 10**9)]
+
+
+def test_a_thread_that_writes_keeps_to_another_opening_s_limit(
+    open_here: Opens, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+
+    def take(_: TokenBucket, size: int, now: float) -> float:
+        waited.append(size)
+        return 0.0
+
+    monkeypatch.setattr(TokenBucket, "take", take)
+    store = open_here("memory://limits")
+    store.save_async({"w": noise(1, 9)}, step=1).wait()
+    assert waited == []
+    open_here("memory://limits", bandwidth_limit=10**6)
+    store.save_async({"w": noise(2, 9)}, step=2).wait()
+    assert sum(waited) >= 9 * 4096
 
 
 def test_the_writer_keeps_to_the_limit_that_came_last(store: Store, place: Path, tmp_path: Path) -> None:
@@ -349,11 +420,11 @@ def test_the_writer_keeps_to_the_limit_that_came_last(store: Store, place: Path,
     assert trainer.receive_in_trainer() == Hello(sources.VERSION)
     trainer.send(Open(store._context.backend.url, config.store, "fast", os.fsencode(tmp_path / "c")))
     assert trainer.receive_in_trainer() == Opened()
-    found = throttle_of(config.store, 10_000)
-    for rate in (20_000, 30_000):
+    found = throttle_of(config.store)
+    for rate, then in ((None, None), (20_000, 20_000), (30_000, 30_000), (None, 30_000)):
         trainer.send(Prune("main", {"keep_last": 1}, False, rate))
         assert trainer.receive_in_trainer() == Pruned(None)
-        assert found.rate == rate
+        assert found.rate == then
     trainer.finish()  # which waits for the writer to close its end
     thread.join()
 

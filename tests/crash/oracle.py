@@ -155,9 +155,8 @@ class Oracle:
         for snapshot, info in verdict.listed.items():
             if when != "restore" and info.state == "condemned":
                 continue  # gc may have finished what a prune began
-            value = _tried(
-                verdict, f"{when} {self._spelled(snapshot)}", functools.partial(store.restore, f"id:{snapshot}")
-            )
+            what = f"{when} {self._spelled(snapshot)}"
+            value = _tried(verdict, what, functools.partial(_whole, store, info))
             found = fingerprint(value) if value is not None else "nothing"
             if verdict.restored.setdefault(snapshot, found) != found:
                 verdict.faults.append(f"{when}: snapshot {self._spelled(snapshot)} has changed")
@@ -187,6 +186,13 @@ class Oracle:
         value = _tried(verdict, f"restore of {ref}", lambda: store.restore(ref))
         if value is not None and fingerprint(value) != fingerprint(state_of(step)):
             verdict.faults.append(f"{ref} is step {value.get('step')} instead of {step}")
+
+
+def _whole(store: Store, info: SnapshotInfo) -> Any:
+    """What a snapshot restores as; of several ranks, the part of each."""
+    if info.ranks == 1:
+        return store.restore(f"id:{info.id}")
+    return [store.restore(f"id:{info.id}", rank=rank) for rank in range(info.ranks)]
 
 
 def files_of(fs: SimFs) -> list[str]:
@@ -233,5 +239,5 @@ def _tear(path: str, durable: bytes, current: bytes) -> Sequence[bytes]:
     return torn(path, durable, current)
 
 
-_VISIBLE_ONLY = re.compile(r"/(saves|pins)/|/(condemned|relocating)-")
+_VISIBLE_ONLY = re.compile(r"/(saves|pins|parts)/|/(condemned|relocating)-")
 RULES = CrashRules(together=_together, tear=_tear)

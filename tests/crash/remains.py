@@ -21,7 +21,7 @@ def leftovers(names: Iterable[str], store: Store) -> list[str]:
     found = []
     for name in names:
         house = name.partition("/")[0] + "/"
-        owned = house in (layout.SAVES, layout.PINS, layout.TEMPORARIES)
+        owned = house in (layout.SAVES, layout.PINS, layout.PARTS, layout.TEMPORARIES)
         if owned or (house in (layout.PACKS, layout.MANIFESTS) and name not in needed):
             found.append(name)
     return sorted(found)

@@ -13,10 +13,11 @@ import pytest
 
 from ckstore import pack_writer, rank_writer
 from ckstore.backend.fs import Fs
-from ckstore.errors import BackendError
+from ckstore.errors import BackendError, SaveFailedError
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
 from ckstore.testing.faults import Fault, FaultyFs
+from tests.crash.ranks import Outcome, save_together
 from tests.crash.world import Died, Host, MortalFs, Run, state_of
 
 Scenario = Callable[[Host], Run]
@@ -255,6 +256,53 @@ def untag_beside_unsynced_tag(host: Host) -> Run:
     return run
 
 
+def save_by_two(host: Host) -> Run:
+    """Two ranks, with a manifest each and packs of their own, build on what they saved before."""
+    run = _stored(host, range(0))
+    save_together(run, 1)
+    run = run.settled()
+    with limits(INLINE_BYTES=0):
+        assert _told(save_together(run, 2)) == ["saved", "saved"]
+    return run
+
+
+def first_save_by_two(host: Host) -> Run:
+    run = _stored(host, range(1, 2))
+    assert _told(save_together(run, 2)) == ["saved", "saved"]
+    return run
+
+
+def save_by_two_whose_first_dies_before(host: Host) -> Run:
+    """Rank 0 is killed just before its commit: rank 1 gives the save up."""
+    run = _stored(host, range(1, 2))
+    with limits(INLINE_BYTES=0):
+        assert _told(save_together(run, 2, {0: MortalFs(run.fs, 1, verb="link", where="/snapshots/")})) == ["died", "0"]
+    return run
+
+
+def save_by_two_whose_first_dies_after(host: Host) -> Run:
+    """Rank 0 is killed when its commit is visible and not durable: rank 1, who sees it, reports a success."""
+    run = _stored(host, range(1, 2))
+    assert _told(save_together(run, 2, {0: MortalFs(run.fs, 1, verb="link", where="/snapshots/", after=True)})) == [
+        "died", "saved",
+    ]  # fmt: skip
+    return run
+
+
+def save_by_two_whose_second_dies(host: Host) -> Run:
+    """Rank 1 is killed just before its part is done: rank 0 gives the save up."""
+    run = _stored(host, range(1, 2))
+    with limits(INLINE_BYTES=0):
+        assert _told(save_together(run, 2, {1: MortalFs(run.fs, 2, verb="rename", where="/parts/")})) == ["1", "died"]
+    return run
+
+
+def _told(outcomes: list[Outcome]) -> list[str]:
+    """In a word each: whether a rank saved, died, or was told which one failed."""
+    return ["died" if isinstance(one, Died) else str(one.rank) if isinstance(one, SaveFailedError) else "saved"
+            for one in outcomes]  # fmt: skip
+
+
 @contextmanager
 def limits(**changed: int) -> Iterator[None]:
     """Within it, constants of the writer are these."""
@@ -383,6 +431,9 @@ PAIRS: dict[str, tuple[Operation, Operation]] = {
     "epoch, epoch": (epoch_once, epoch_once),
 }
 
+LENGTHY = {"first_save_by_two", "save_by_two", "save_by_two_whose_first_dies_before", "save_by_two_whose_second_dies"}
+"""Runs of which the short run takes only the states after the last call: the first calls are those of another run."""
+
 SCENARIOS: dict[str, Scenario] = {
     act.__name__: act
     for act in (
@@ -391,5 +442,7 @@ SCENARIOS: dict[str, Scenario] = {
         prune_beside_unsynced_commit, untag_beside_unsynced_tag, save_beside_unsynced_top,
         save_beside_unsynced_root, save_beside_unsynced_houses,
         gc_beside_unsynced_removal, gc_beside_late_writer, delta_save, prune_of_bases, repack_of_bases,
+        first_save_by_two, save_by_two, save_by_two_whose_first_dies_before, save_by_two_whose_first_dies_after,
+        save_by_two_whose_second_dies,
     )
 }  # fmt: skip

@@ -31,7 +31,9 @@ def test_bytes_are_durable_before_their_name_and_the_name_before_the_answer(host
     published = [(at, operation) for at, operation in enumerate(log) if operation.verb in ("rename", "link")]
     durable = [(at, op) for at, op in published if not op.target.startswith(f"{ROOT}/saves/")]
     houses = [op.target.removeprefix(f"{ROOT}/").split("/")[0] for _, op in durable]
-    assert houses == ["packs", "packs", "packs", "manifests", "snapshots", "tags"]
+    packs = houses.count("packs")
+    assert packs >= 3
+    assert houses == ["packs"] * packs + ["manifests", "snapshots", "tags"]
     for at, operation in durable:
         inode = operation.inode
         before = [op.verb for op in log[:at] if op.inode == inode and op.verb in ("write", "resize", "fsync")]

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.timeout(900)
 
 SKIPPED = {
     "failed_save", "same_step_again", "second_save", "tenth_save", "drop", "next_epoch", "gc_after_kill",
-    "save_beside_unsynced_houses", "delta_save", "prune_of_bases", "repack_of_bases",
+    "save_beside_unsynced_houses", "delta_save", "prune_of_bases", "repack_of_bases", "first_save_by_two",
+    "save_by_two", "save_by_two_whose_first_dies_before", "save_by_two_whose_first_dies_after",
+    "save_by_two_whose_second_dies",
 }  # fmt: skip
 """Runs whose fsyncs are those of others, in the short run."""
 
@@ -112,3 +114,16 @@ def test_taking_away_an_fsync_breaks_a_promise(needs: dict[str, Needs], tell: Te
     assert idle.keys() - ALONE.keys() - NEVER.keys() == set()
     never_needed = idle.keys() - needed.keys() - twice.keys()
     assert never_needed == NEVER.keys()
+
+
+@pytest.mark.filterwarnings("ignore::ckstore.errors.CkstoreWarning")
+def test_a_rank_makes_the_commit_durable_that_it_only_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 died before it had: without the fsync of rank 1, what rank 1 acknowledged may be gone."""
+    run = SCENARIOS["save_by_two_whose_first_dies_after"](simulate(monkeypatch))
+    fsyncs = [place for place, operation in enumerate(run.fs.log) if operation.verb == "fsync"]
+    own = max(number for number, place in enumerate(fsyncs)
+              if kind_of(run.fs.log[place], run.fs.log) == "entries of snapshots")  # fmt: skip
+    oracle = Oracle(run)
+    without = replace(RULES, ignore={own})
+    assert next(oracle.violations(without, run.acknowledged), None) is not None
+    assert next(oracle.violations(start=run.acknowledged), None) is None

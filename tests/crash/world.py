@@ -19,7 +19,7 @@ import pytest
 from blake3 import blake3
 
 import ckstore.process
-from ckstore import announce, chunk_writer, floor, layout, reader, reserve
+from ckstore import announce, chunk_writer, floor, layout, reader, reserve, together
 from ckstore.backend.fs import Fs, FsWrapper
 from ckstore.backend.local import LocalBackend
 from ckstore.format.manifest import Location
@@ -77,7 +77,7 @@ class Host:
         self._running: set[int] = set()
         self.new_process()
         patch.setattr(ckstore.process, "_owner_of", lambda pid: self.owner)
-        patch.setattr(ckstore.process, "_start_of", lambda pid: 1 if pid in self._running else None)
+        patch.setattr(ckstore.process, "_may_run", lambda pid, start: pid in self._running)
         lots = random.Random(1)
         patch.setattr(secrets, "token_hex", lambda size: lots.randbytes(size).hex())
 
@@ -86,6 +86,14 @@ class Host:
         self._last_pid += 1
         self._running.add(self._last_pid)
         self.owner = Owner("simulated", f"boot {self._boot}", "pid:[1]", self._last_pid, 1)
+
+    def become(self, owner: Owner) -> None:
+        """From now on that process makes the calls."""
+        self.owner = owner
+
+    def end(self, owner: Owner) -> None:
+        """That process no longer runs."""
+        self._running.discard(owner.pid)
 
     def kill(self) -> None:
         """The process that makes the calls is killed; another begins."""
@@ -264,6 +272,12 @@ class Run:
         self._promise(must=self._now.must | {info.id}, tags={**self._now.tags, **dict.fromkeys(tags, info.id)})
         return info.id
 
+    def acknowledge(self, info: SnapshotInfo, state: Any) -> None:
+        """Somebody was told that the snapshot is durable."""
+        self.expected[info.id] = fingerprint(state)
+        self.infos[info.id] = info
+        self._promise(must=self._now.must | {info.id})
+
     def prune(self, **policy: Any) -> None:
         kept = frozenset(self.store.prune(policy, dry_run=True).kept)
         victims = self._now.must - kept
@@ -335,6 +349,7 @@ def simulate(patch: pytest.MonkeyPatch, *, reserve_pieces: int = 0) -> Host:
     Few runs have a reserve: each of its names doubles the states that a crash beside an unsynced root may leave.
     """
     patch.setattr(announce, "Renewal", _NoRenewal)
+    patch.setattr(together, "Renewal", _NoRenewal)
     patch.setattr(chunk_writer, "ThreadPoolExecutor", _Inline)
     patch.setattr(reader, "ThreadPoolExecutor", _Inline)
     patch.setattr(reserve, "PIECES", reserve_pieces)

@@ -1,4 +1,4 @@
-"""What the golden stores hold, and how one is made: `python -m tests.golden.golden (format|deltas) DIRECTORY`.
+"""What the golden stores hold, and how one is made: `python -m tests.golden.golden (format|deltas|ranks) DIRECTORY`.
 
 A golden store is made once for each version of the format and then never changed: every later version of ckstore must
 read it. This file may grow for new formats; what it says of old ones stays.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import ckstore
 from ckstore.floor import raise_floor
+from ckstore.member import Member
 
 
 def plain(step: int) -> dict[Any, Any]:
@@ -93,6 +95,33 @@ def make_deltas(directory: Path) -> None:
         store.gc()
 
 
+def part(step: int, rank: int) -> dict[str, Any]:
+    """What a rank saves: something of its own, something that all have, and at step 2 a manifest of its own."""
+    many = {f"layer.{i}": np.full(1100, i, "<f4") for i in range(700)} if step == 2 else {}
+    own = np.random.default_rng([step, rank]).integers(0, 256, 9000, np.uint8)
+    return {"step": step, "rank": rank, "own": own, "shared": np.arange(5000, dtype="<i4"), **many}
+
+
+WORLDS = {1: 2, 2: 2, 3: 3}
+"""By step, how many ranks saved it."""
+
+
+def save_part(directory: Path, step: int, rank: int, ordinal: int) -> None:
+    """Save a rank's part of `step`, together with the others that do so at the same time."""
+    member = Member(rank, WORLDS[step], "00112233445566aa", ordinal)
+    with ckstore.open(directory, cache_dir=f"{directory}-cache{rank}") as store:
+        store.save(part(step, rank), step=step, member=member)
+
+
+def make_ranks(directory: Path) -> None:
+    """Snapshots that two and three ranks saved together."""
+    with ckstore.open(directory, create=True, cache_dir=f"{directory}-cache", chunk_size=4096):
+        pass
+    for ordinal, (step, world) in enumerate(WORLDS.items()):
+        with ThreadPoolExecutor(world) as pool:
+            list(pool.map(save_part, [directory] * world, [step] * world, range(world), [ordinal] * world))
+
+
 def make(directory: Path, format_number: int) -> None:
     """Make the golden store of the current format in `directory`, which must not exist."""
     cache = directory.with_name(directory.name + "-cache")
@@ -116,5 +145,7 @@ def make(directory: Path, format_number: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "deltas":
         make_deltas(Path(sys.argv[2]))
+    elif sys.argv[1] == "ranks":
+        make_ranks(Path(sys.argv[2]))
     else:
         make(Path(sys.argv[2]), 1)

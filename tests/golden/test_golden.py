@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 import ckstore
 from ckstore.history import read_history
 from ckstore.reader import read_manifests
 from ckstore.testing.states import there_and_back
-from tests.golden.golden import moving, plain, tensors
+from tests.golden.golden import WORLDS, moving, part, plain, save_part, tensors
 
 FORMATS = sorted(Path(__file__).parent.glob("format-*"))
 
@@ -129,6 +131,39 @@ def test_a_store_of_deltas_goes_on(deltas: ckstore.Store) -> None:
     deltas.prune({"keep_last": 1})
     deltas.gc()
     assert same(deltas.restore(), moving(6))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    """A copy of the golden store of what several ranks saved, made when format 1 learned it."""
+    return shutil.copytree(Path(__file__).parent / "ranks-1", tmp_path / "store")
+
+
+def test_what_several_ranks_saved_comes_back(ranks: Path, tmp_path: Path) -> None:
+    with ckstore.open(ranks, cache_dir=tmp_path / "cache") as store:
+        infos = {info.step: info for info in store.snapshots()}
+        assert {step: info.ranks for step, info in infos.items()} == WORLDS
+        for ordinal, (step, world) in enumerate(WORLDS.items()):
+            for rank in range(world):
+                assert same(store.restore(step, rank=rank), part(step, rank))
+            commit = store._find(step)[0]
+            contents = [manifest.content for manifest in read_manifests(store._context, commit)]
+            assert infos[step].content == blake3(b"".join(contents)).hexdigest()
+            nonce = blake3(b"ckstore save 00112233445566aa %d 0" % ordinal).hexdigest()[:16]
+            assert infos[step].id == nonce
+            assert [entry.inline is None for entry in commit.manifests] == [step == 2] * world
+        assert store.verify(deep=True).findings == []
+
+
+def test_a_store_of_several_ranks_goes_on(ranks: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save_part, [ranks] * 2, [2] * 2, range(2), [9] * 2))
+    with ckstore.open(ranks, cache_dir=tmp_path / "cache") as store:
+        assert [info.step for info in store.snapshots()] == [2, 3, 2, 1]
+        store.prune({"keep_last": 1})
+        store.gc()
+        for rank in range(2):
+            assert same(store.restore(rank=rank), part(2, rank))
 
 
 def test_the_comparison_sees_a_difference() -> None:

@@ -39,6 +39,8 @@ class Actor:
         self.failure: BaseException | None = None
         self.nonces = 0
         self.salt = 0
+        self.seen = -1
+        """How many changes there had been when it last began to look around."""
         self.baton = threading.Lock()
         self.baton.acquire()
         self._scheduler = scheduler
@@ -55,6 +57,13 @@ class Actor:
             self.crashed = True
             raise Crashed
         self._scheduler.switch(self)
+
+    def rest(self) -> None:
+        """Let others go on until something has changed since the last rest, or nobody else can go on."""
+        if self.crashed:
+            raise Crashed
+        self._scheduler.rest(self)
+        self.seen = self._scheduler.changes
 
     def _run(self) -> None:
         self.baton.acquire()
@@ -74,7 +83,11 @@ class Scheduler:
         self.actors: list[Actor] = []
         self.steps = 0
         self._strategy = strategy
+        self.changes = 0
         self._runnable: list[int] = []
+        self._resting: list[int] = []
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when everybody who is left rests, before all of them go on: time passes."""
         self._over = threading.Lock()
         self._over.acquire()
 
@@ -100,8 +113,33 @@ class Scheduler:
             self._hand_to(chosen)
             actor.baton.acquire()
 
+    def rest(self, actor: Actor) -> None:
+        if actor.seen != self.changes:
+            self.switch(actor)
+            return
+        self.steps += 1
+        self._runnable.remove(actor.number)
+        self._resting.append(actor.number)
+        self._go_on()
+        actor.baton.acquire()
+
+    def stir(self) -> None:
+        """Something was changed: whoever rests may go on."""
+        self.changes += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._runnable = sorted(self._runnable + self._resting)
+        self._resting = []
+
     def leave(self, actor: Actor) -> None:
         self._runnable.remove(actor.number)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._resting and not self._runnable:
+            self.on_idle()
+            self._wake()
         if self._runnable:
             self._hand_to(self._strategy.pick(None, list(self._runnable)))
         else:

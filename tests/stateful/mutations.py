@@ -146,6 +146,55 @@ RULES = (
         ("    return result\n",
          "    for late in result.aborted:\n        context.backend.delete(layout.snapshot(late))\n"
          "    return result\n"))),
+    # --- saves by several ranks
+    _rule("rank 0 commits when every part is done", "ranks alone", _edit(
+        "together:gather",
+        ("while len(done) < member.world - 1:", "while len(watched) + len(done) < member.world - 1:"),
+        ("[done[rank] for rank in range(1, member.world)]", "[done[rank] for rank in sorted(done)]"))),
+    _rule("a part is done when its packs are durable", "ranks alone", _edit(
+        "pack_writer:PackWriter._end_stream",
+        ("stream.commit()", "self._backend.__dict__.setdefault('deferred', []).append(stream)")), _edit(
+        "together:take_part",
+        ("        return written, _await_commit(context, announcement, member)\n",
+         "        [late.commit() for late in context.backend.__dict__.pop('deferred', [])]\n"
+         "        return written, _await_commit(context, announcement, member)\n")), _edit(
+        "saver:_lead",
+        ("                if member is not None:\n                    parts +=",
+         "                [late.commit() for late in context.backend.__dict__.pop('deferred', [])]\n"
+         "                if member is not None:\n                    parts +="))),
+    _rule("a part is done when its manifest is durable", "hasty ranks", _edit(
+        "rank_writer:_put_manifest",
+        ("    if len(data) <= INLINE_BYTES // share.world:", "    if not share.rank:"),
+        ("    context.backend.put(layout.manifest(share.save, share.rank), data)\n",
+         "    context.backend.__dict__['deferred'] = lambda: context.backend.put(\n"
+         "        layout.manifest(share.save, share.rank), data)\n")), _edit(
+        "together:take_part",
+        ("        return written, _await_commit(context, announcement, member)\n",
+         "        found = _await_commit(context, announcement, member)\n"
+         "        context.backend.__dict__.pop('deferred')()\n"
+         "        return written, found\n")), _edit(
+        "together:_complete", ("    if done.manifest.inline is None:", "    if False:")), budget=200),
+    _rule("a rank reads facts after it has seen the announcement", "ranks beside drop", _edit(
+        "saver:_follow",
+        ("    passed: set[SaveName] = set()\n",
+         "    passed: set[SaveName] = set()\n"
+         "    context.backend.__dict__['early'] = together.read_marks_about(context.backend, ())\n")), _edit(
+        "together:take_part",
+        ("marks = read_marks_about(context.backend, parents)", "marks = context.backend.__dict__['early']")), _TRUSTING,
+        budget=4000),
+    _rule("packs of a part that is done are deleted after ABORT only", "hasty ranks", _edit(
+        "together:give_up",
+        ("    try:\n        aborted = abort(",
+         "    try:\n        _delete_own(context, save, own)\n        aborted = abort("))),
+    _rule("a rank that gives up a save finds out whether it was committed", "hasty ranks", _edit(
+        "together:_committed_after_all", ("    if not aborted:\n", "    if False:\n"))),
+    _rule("a rank that fails aborts the save before it says so", "hasty ranks", _edit(
+        "together:_committed_after_all",
+        ("aborted = give_up(context, save, member.rank, blame, done=done)", "return None"))),
+    _rule("what a floor voids after it was committed was a success", "ranks beside floor", _edit(
+        "commit:never_counted", (" and save not in read_marks(context.backend).removed", "")), budget=1500),
+    _rule("gc clears parts of what was decided away", "ranks given up", _edit(
+        "gc:_survey", ("*(name for name in parts if layout.owning_save(name) in decided),", ""))),
     # --- removal
     _rule("a remover condemns, then lists who depends", "beside drop", _edit(
         "prune:drop",
@@ -215,7 +264,7 @@ RULES = (
          "    current = _current(context)\n    return save.sequence < max([current, *_proposed_sequences(context)])")),
         budget=12_000),
     _rule("who commits reads the floor afterwards", "floors", _edit(
-        "commit:_create", ("    _check_floor(context, save)\n", ""))),
+        "commit:_create", ("    _check_floor(context, save, record)\n", ""))),
     _rule("a listing is read again when a floor voids something", "floors", _edit(
         "history:read_history", (" or floor.number == number", " or True")), budget=2000),
     _rule("a record that a floor cleared away is no error", "floors", _edit(

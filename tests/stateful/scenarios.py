@@ -9,7 +9,7 @@ from functools import cache
 
 from ckstore.format import records
 from tests.stateful.interleave import Actor, Deviating, Pct, Strategy, Walk, schedules
-from tests.stateful.world import CONFIG, NEAR, World, single_threaded
+from tests.stateful.world import CONFIG, NEAR, RANKS, World, single_threaded
 
 Act = Callable[[Actor], None]
 Base = Callable[[World], list[Act]]
@@ -344,6 +344,58 @@ def _two_repacks(world: World, rng: random.Random) -> None:
     world.add("two", world.repack(), world.sweep())
 
 
+def _together(world: World, *values: int, epoch: dict[str, int] | None = None) -> None:
+    """Two ranks that save each of `values` together."""
+    for rank in range(RANKS):
+        world.add(f"rank {rank}", *(world.save(value, rank=rank, of_epoch=epoch) for value in values))
+
+
+def _two_ranks(world: World, rng: random.Random) -> None:
+    _together(world, 3, 4)
+    world.add("reader", world.restore())
+    world.add("prune", world.prune(keep_last=1))
+    world.add("gc", world.sweep())
+
+
+def _ranks_alone(world: World, rng: random.Random) -> None:
+    _together(world, 3)
+
+
+def _ranks_given_up(world: World, rng: random.Random) -> None:
+    _two_ranks(world, rng)
+    world.add("impatient", world.sweep(0), world.raise_floor())
+
+
+def _hasty_ranks(world: World, rng: random.Random) -> None:
+    """Ranks that take each other for dead too early: that must cost a save, never a snapshot."""
+    world.hasty, world.patient = True, False
+    _together(world, 3, 4)
+    world.add("gc", world.sweep(rng.choice([0, 1e9])))
+
+
+def _ranks_taken_over(world: World, rng: random.Random) -> None:
+    _together(world, 3, 4, epoch={"number": 0})
+    epoch = {"number": 0}
+    world.add("new", world.open_epoch(epoch), world.restore(), world.save(5, of_epoch=epoch))
+    world.add("prune", world.prune(keep_last=1))
+
+
+def _ranks_beside_floor(world: World, rng: random.Random) -> None:
+    _together(world, 3, 4)
+    world.add("other", world.save(5), world.save(6), world.prune(keep_last=1), world.raise_floor())
+
+
+def _ranks_beside_drop(world: World, rng: random.Random) -> None:
+    world.add("drop", world.drop(2))
+    _together(world, 3)
+    world.add("gc", world.sweep())
+
+
+def _ranks_beside_repack(world: World, rng: random.Random) -> None:
+    _together(world, 1, 4)
+    world.add("gc", world.repack(), world.sweep())
+
+
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
@@ -375,6 +427,15 @@ SCENARIOS = {
         Scenario("deltas", one, _deltas, ("writer",)),
         Scenario("deltas beside repack", deltas, _deltas_beside_repack, ("gc",)),
         Scenario("stale base", delta_left_behind, _stale_base),
+        Scenario("ranks", one, _two_ranks),
+        Scenario("ranks alone", one, _ranks_alone),
+        Scenario("ranks given up", one, _ranks_given_up),
+        Scenario("hasty ranks", one, _hasty_ranks),
+        Scenario("ranks that crash", one, _two_ranks, ("rank 0", "rank 1")),
+        Scenario("ranks taken over", one, _ranks_taken_over),
+        Scenario("ranks beside floor", one_removed, _ranks_beside_floor),
+        Scenario("ranks beside drop", two, _ranks_beside_drop),
+        Scenario("ranks beside repack", sparse, _ranks_beside_repack),
         Scenario("repacks", two, _repacks, ("gc", "writer")),
     )
 }

@@ -25,16 +25,26 @@ import ckstore.announce
 import ckstore.chunk_writer
 import ckstore.ids
 import ckstore.reader
+import ckstore.together
 from ckstore import facts, floor, gc, layout, prune, repack, saver
 from ckstore.announce import Patience
 from ckstore.backend.base import Capabilities
 from ckstore.backend.memory import MemoryBackend, MemoryStream
 from ckstore.codec.choose import profile_named
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, ConflictError, CorruptionError, FencedError, NotFoundError
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    ConflictError,
+    CorruptionError,
+    FencedError,
+    NotFoundError,
+    SaveFailedError,
+)
 from ckstore.format import manifest, records
 from ckstore.format.manifest import Location
 from ckstore.ids import SaveName
+from ckstore.member import Member
 from ckstore.retention import Retention
 from ckstore.state.capture import Captured, capture
 from ckstore.store import Store
@@ -44,28 +54,34 @@ from tests.stateful.truth import Truth, order_of, read_tag
 CONFIG = records.Config(store="0" * 32, chunk_size=4096)
 NEAR = 100
 _FROZEN = np.frombuffer(blake3(b"frozen").digest(length=3000), np.uint8)
-_captured: dict[int, Captured] = {}
+RANKS = 2
+GROUP = "0123456789abcdef"
+_LONG = 1000.0
+"""Seconds after which nobody who waits goes on waiting for somebody who stood still."""
+_captured: dict[tuple[int, int | None], Captured] = {}
 
 
-def state_of(value: int) -> dict[str, Any]:
-    """The state that the save with the number `value` keeps: a part that all share, and one of its own.
+def state_of(value: int, rank: int | None = None) -> dict[str, Any]:
+    """The state that the save with the number `value` keeps, or the part of `rank`: what all share, and its own.
 
     Numbers below `NEAR`, and those between each two of its multiples, have parts that differ by little.
     """
     own = np.frombuffer(blake3(b"%d" % (value // NEAR)).digest(length=2000), np.uint8).copy()
     own[:4] ^= value % NEAR
-    return {"frozen": {"w": _FROZEN}, "hot": {"v": own}, "value": value}
+    if rank is not None:
+        own[4:8] = rank
+    return {"frozen": {"w": _FROZEN}, "hot": {"v": own}, "value": value, **({} if rank is None else {"rank": rank})}
 
 
-def captured(value: int) -> Captured:
-    if value not in _captured:
-        _captured[value] = capture(state_of(value), chunk_size=CONFIG.chunk_size)
-    return _captured[value]
+def captured(value: int, rank: int | None = None) -> Captured:
+    if (value, rank) not in _captured:
+        _captured[value, rank] = capture(state_of(value, rank), chunk_size=CONFIG.chunk_size)
+    return _captured[value, rank]
 
 
 def value_of(state: dict[str, Any]) -> int | None:
     """Which save a restored state is from, None if it is not one of them, bit by bit."""
-    wanted = state_of(state["value"])
+    wanted = state_of(state["value"], state.get("rank"))
     same = state.keys() == wanted.keys() and all(
         state[part].keys() == wanted[part].keys()
         and all(np.array_equal(state[part][key], wanted[part][key]) for key in wanted[part])
@@ -124,6 +140,7 @@ def single_threaded() -> Iterator[None]:
     """Nothing of the engine runs beside the actors, and nothing of it is random."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ckstore.announce, "Renewal", _Still)
+        patch.setattr(ckstore.together, "Renewal", _Still)
         patch.setattr(ckstore.chunk_writer, "ThreadPoolExecutor", _Inline)
         patch.setattr(ckstore.reader, "ThreadPoolExecutor", _Inline)
         patch.setattr(ckstore.ids, "secrets", _Nonces)
@@ -138,17 +155,17 @@ class PlainIndex:
 
     def __init__(self) -> None:
         self.places: dict[bytes, Location] = {}
-        self.saves: set[SaveName] = set()
+        self.saves: set[tuple[SaveName, int]] = set()
 
     def get(self, chunk: bytes) -> Location | None:
         return self.places.get(chunk)
 
     def covers(self, save: SaveName, rank: int = 0) -> bool:
-        return save in self.saves
+        return (save, rank) in self.saves
 
     def add(self, save: SaveName, ids: Any, places: Any, rank: int = 0) -> None:
         self.places.update(zip(ids, places, strict=True))
-        self.saves.add(save)
+        self.saves.add((save, rank))
 
     def forget(self, packs: Any) -> None:
         gone = set(packs)
@@ -173,10 +190,10 @@ class Handle:
 
     def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
         self._actor.point()
-        if name.startswith(layout.SAVES):
+        if name.startswith((layout.SAVES, layout.PARTS)):
             self._world.announced_by(self._actor, name)
         self._world.raw.put(name, data)
-        self._world.truth.changed(name, self._actor.name)
+        self._world.changed(name, self._actor)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         self._actor.point()
@@ -201,7 +218,7 @@ class Handle:
     def _create(self, name: str, data: bytes) -> bool:
         created = self._world.raw.put_if_absent(name, data)
         if created:
-            self._world.truth.changed(name, self._actor.name)
+            self._world.changed(name, self._actor)
         return created
 
     def put_stream(self, name: str, size_hint: int) -> _Stream:
@@ -227,7 +244,7 @@ class Handle:
         self._actor.point()
         deleted = self._world.raw.delete(name)
         if deleted:
-            self._world.truth.changed(name, self._actor.name)
+            self._world.changed(name, self._actor)
         return deleted
 
     def sync(self, prefix: str) -> None:
@@ -255,7 +272,7 @@ class _Stream:
     def commit(self) -> None:
         self._actor.point()
         self._inner.commit()
-        self._world.truth.changed(self._name, self._actor.name)
+        self._world.changed(self._name, self._actor)
 
     def abort(self) -> None:
         self._inner.abort()
@@ -272,6 +289,7 @@ class Saved:
     newest_epoch: int
     """Of the branch, when the save was begun."""
     tags: tuple[str, ...]
+    rank: int | None = None
     names: list[SaveName] = field(default_factory=list)
     commit: records.Commit | None = None
     error: CkstoreError | None = None
@@ -285,6 +303,10 @@ class World:
         self.raw._objects.update(objects)
         self.truth = Truth(self.raw)
         self.scheduler = Scheduler(strategy)
+        self.scheduler.on_idle = self._time_passes
+        self.clock = 0.0
+        self.hasty = False
+        """Whoever waits takes others for dead at the second look, whether they are or not."""
         self.salt = salt
         self.fine = False
         """Whether reading what never changes is a step too. Few steps reach more orders of those that matter."""
@@ -311,6 +333,18 @@ class World:
         actor.salt = self.salt
         return actor
 
+    def changed(self, name: str, actor: Actor) -> None:
+        self.truth.changed(name, actor.name)
+        self.scheduler.stir()
+
+    def _time_passes(self) -> None:
+        self.clock += _LONG
+
+    def _rest(self, actor: Actor) -> None:
+        if self.hasty:
+            self._time_passes()
+        actor.rest()
+
     def context(self, actor: Actor, commit_fault: str = "") -> Context:
         handle = Handle(self, actor)
         handle.commit_fault = commit_fault
@@ -321,8 +355,9 @@ class World:
             index,  # type: ignore[arg-type]
             Path("/nonexistent"),
             profile_named(self.profile),
-            monotonic=lambda: 0.0,
+            monotonic=lambda: self.clock,
             now=lambda: self.now,
+            sleep=lambda seconds: self._rest(actor),
         )
 
     def store(self, actor: Actor) -> Store:
@@ -337,17 +372,22 @@ class World:
         tags: tuple[str, ...] = (),
         commit_fault: str = "",
         of_epoch: dict[str, int] | None = None,
+        rank: int | None = None,
     ) -> Callable[[Actor], None]:
-        """Save the state `value` as step `value`. `of_epoch["number"]` is the epoch that this run opened, if any."""
+        """Save the state `value` as step `value`, or the part of `rank` of it together with the other ranks.
+
+        `of_epoch["number"]` is the epoch that this run opened, if any.
+        """
 
         def act(actor: Actor) -> None:
             epoch = None if of_epoch is None else of_epoch.get("number")
             newest = max(self.truth.epochs[branch], default=0)
-            saved = self.pending[actor] = Saved(actor, value, branch, epoch, newest, tags)
+            saved = self.pending[actor] = Saved(actor, value, branch, epoch, newest, tags, rank)
             self.saved.append(saved)
-            request = saver.SaveRequest(value, branch, tags, full=full, epoch=epoch)
+            member = None if rank is None else Member(rank, RANKS, GROUP, value)
+            request = saver.SaveRequest(value, branch, tags, full=full, epoch=epoch, member=member)
             try:
-                commit = saver.save(self.context(actor, commit_fault), captured(value), request).record
+                commit = saver.save(self.context(actor, commit_fault), captured(value, rank), request).record
             except CkstoreError as error:
                 saved.error = error
                 return
@@ -363,11 +403,13 @@ class World:
         # One that stood still after its commit may have been removed, by a policy, before its caller was told.
         if name not in self.truth.removed and (name not in self.truth.commits or self.truth.void(name)):
             self.faults.append(f"save {saved.value} was acknowledged but is not there")
+        if len(commit.manifests) != (1 if saved.rank is None else RANKS):
+            self.faults.append(f"save {saved.value} was acknowledged with {len(commit.manifests)} manifests")
         if saved.epoch is not None and saved.newest_epoch > saved.epoch:
             self.faults.append(f"save {saved.value} of epoch {saved.epoch} was acknowledged in {saved.newest_epoch}")
 
     def announced_by(self, actor: Actor, name: str) -> None:
-        save = SaveName.parse(name.removeprefix(layout.SAVES))
+        save = SaveName.parse(name.split("/")[1])
         if actor in self.pending and save not in self.pending[actor].names:
             self.pending[actor].names.append(save)
 
@@ -486,7 +528,7 @@ class World:
             epochs = dict(self.truth.epochs[branch])
             dropped = set(self.truth.may_drop)
             try:
-                found = value_of(self.store(actor).restore(f"branch:{branch}"))
+                found = value_of(self.store(actor).restore(f"branch:{branch}", rank=0))
             except CkstoreError as error:
                 if before is not None:
                     self.faults.append(f"restore of latest failed: {type(error).__name__}: {error}")
@@ -604,18 +646,25 @@ class World:
                     found.append(f"save {saved.value} was acknowledged and is lost")
             if saved.error is not None and listed:
                 found.append(f"save {saved.value} failed ({saved.error}), yet it is listed")
-            if saved.error is not None and self.patient and not self._was_fenced(saved):
+            if saved.error is not None and self.patient and not self._had_a_reason(saved):
                 found.append(f"save {saved.value} failed without a reason: {type(saved.error).__name__}: {saved.error}")
-            if saved.error is not None and not self.patient and not isinstance(saved.error, FencedError | BackendError):
+            expected = FencedError | BackendError if saved.rank is None else FencedError | SaveFailedError
+            if saved.error is not None and not self.patient and not isinstance(saved.error, expected):
                 found.append(f"save {saved.value} failed strangely: {type(saved.error).__name__}: {saved.error}")
         for label, save in self.tagged.items():
             if save not in live or read_tag(self.raw, label) is None:
                 found.append(f"tag {label} was acknowledged, but its snapshot is gone")
         return found
 
-    def _was_fenced(self, saved: Saved) -> bool:
-        epoch = saved.epoch or 0
-        return isinstance(saved.error, BackendError) or max(self.truth.epochs[saved.branch], default=0) > epoch
+    def _had_a_reason(self, saved: Saved) -> bool:
+        newest = max(self.truth.epochs[saved.branch], default=0)
+        if isinstance(saved.error, BackendError) or newest > (saved.epoch or 0):
+            return True
+        return isinstance(saved.error, SaveFailedError) and saved.error.rank in self._dead_ranks()
+
+    def _dead_ranks(self) -> set[int]:
+        return {int(actor.name.removeprefix("rank ")) for actor in self.scheduler.actors
+                if actor.crashed and actor.name.startswith("rank ")}  # fmt: skip
 
     def _check_snapshots(self, actor: Actor) -> list[str]:
         """What the engine lists is what there is, and every snapshot restores bit by bit."""
@@ -629,7 +678,7 @@ class World:
             if save in self.truth.quarantined and save not in self.truth.may_drop:
                 continue
             try:
-                value = value_of(store.restore(f"id:{save.nonce}"))
+                value = self._restored(store, f"id:{save.nonce}", commit)
             except CkstoreError as error:
                 found.append(f"step {commit.step} cannot be restored: {type(error).__name__}: {error}")
                 continue
@@ -638,10 +687,18 @@ class World:
         for branch in {commit.branch for commit in live.values()}:
             best = self.truth.latest(branch)
             if best is not None:
-                value = value_of(store.restore(f"branch:{branch}"))
+                value = self._restored(store, f"branch:{branch}", best)
                 if value != best.step:
                     found.append(f"latest of {branch} is step {best.step}, but {value} was restored")
         return found
+
+    def _restored(self, store: Store, ref: str, commit: records.Commit) -> int | None:
+        """Which save the snapshot `commit` restores as, None if a rank of it restores as anything else."""
+        if len(commit.manifests) == 1:
+            return value_of(store.restore(ref))
+        states = [store.restore(ref, rank=rank) for rank in range(RANKS)]
+        values = {value_of(state) for state in states}
+        return values.pop() if [state["rank"] for state in states] == [0, 1] and len(values) == 1 else None
 
     def _check_leftovers(self) -> list[str]:
         found = []
@@ -652,7 +709,7 @@ class World:
         for name in self.raw.list(layout.MANIFESTS):
             if layout.owning_save(name) not in live:
                 found.append(f"after the last gc there is an orphan {name}")
-        left = self.raw.list(layout.SAVES) + self.raw.list(layout.PINS)
+        left = self.raw.list(layout.SAVES) + self.raw.list(layout.PINS) + self.raw.list(layout.PARTS)
         if left:
             found.append(f"after the last gc there are {left}")
         return found

@@ -13,7 +13,8 @@ import pytest
 from ckstore import aligned, chunk_writer, pack_writer
 from ckstore.backend.base import Backend, PutStream
 from ckstore.backend.memory import MemoryBackend
-from ckstore.errors import BackendError, NoSpaceError
+from ckstore.codec.choose import sample_of
+from ckstore.errors import BackendError, InvalidInputError, NoSpaceError
 from ckstore.format.records import PackRef
 from ckstore.pack import check_pack, read_footer
 from ckstore.store import Store, open_store
@@ -31,9 +32,9 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def open_at(tmp_path: Path) -> Callable[[Backend], Store]:
-    return lambda backend: open_store(
-        backend, create=True, profile="fast", cache_dir=tmp_path / "cache", chunk_size=CHUNK
+def open_at(tmp_path: Path) -> Callable[..., Store]:
+    return lambda backend, profile="fast": open_store(
+        backend, create=True, profile=profile, cache_dir=tmp_path / "cache", chunk_size=CHUNK
     )
 
 
@@ -204,3 +205,95 @@ def test_what_is_set_aside_is_no_more_than_the_state(open_at: Callable[[Backend]
     store = open_at(Noting())
     info = store.save({"w": noise(1, 300)}, step=1)
     assert sum(hints) <= info.stored_bytes
+
+
+# what is encoded
+
+
+def floats(chunks: int) -> np.ndarray:
+    return np.random.default_rng(4).standard_normal(chunks * CHUNK // 4).astype(np.float32)
+
+
+class FirstCommitFails(MemoryBackend):
+    """The commit of the first stream fails; `meanwhile` is called before the caller knows."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], None] | None = meanwhile
+
+    def put_stream(self, name: str, size_hint: int) -> PutStream:  # type: ignore[override]
+        return _FailsToCommit(super().put_stream(name, size_hint), self)
+
+
+class _FailsToCommit:
+    def __init__(self, inner: PutStream, backend: FirstCommitFails) -> None:
+        self._inner = inner
+        self._backend = backend
+        self.append, self.abort = inner.append, inner.abort
+
+    def commit(self) -> None:
+        meanwhile, self._backend.meanwhile = self._backend.meanwhile, None
+        if meanwhile is not None:
+            self._inner.abort()
+            meanwhile()
+            raise BackendError("fsync failed", retryable=True)
+        self._inner.commit()
+
+
+@pytest.mark.parametrize("profile", ["balanced", "compact"])
+@pytest.mark.parametrize("chunks", [1, 3.5, 40])
+def test_a_pack_of_encoded_chunks_is_written_once_more_from_the_state(
+    open_at: Callable[..., Store], profile: str, chunks: float
+) -> None:
+    backend = FirstCommitFails(lambda: None)
+    store = open_at(backend, profile)
+    state = {"w": floats(40)[: int(chunks * CHUNK // 4)], "zeros": np.zeros(5000, np.int64)}
+    info = store.save(state, step=1)
+    assert backend.meanwhile is None
+    assert info.stored_bytes < 0.9 * info.logical_bytes + 4096
+    found = store.restore()
+    assert all(np.array_equal(found[key], state[key]) for key in state)
+    assert store.verify(deep=True).ok
+
+
+def test_a_state_that_changed_before_an_encoded_pack_had_to_be_written_once_more_is_refused(
+    open_at: Callable[..., Store],
+) -> None:
+    state = {"w": floats(2)}
+
+    def change() -> None:
+        state["w"][-1] += 1
+
+    backend = FirstCommitFails(change)
+    with pytest.raises(InvalidInputError, match="changed while it was being saved"):
+        open_at(backend, "balanced").save(state, step=1)
+    assert backend.list("packs/") == []
+
+
+def test_encoded_chunks_fill_a_pack_to_its_size_not_to_what_is_held(
+    open_at: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_writer, "MOST_HELD", 1)
+    monkeypatch.setattr(aligned, "BUFFER_SIZE", 64 * CHUNK)
+    store = open_at(MemoryBackend(), "balanced")
+    info = store.save({"w": floats(40)}, step=1)
+    assert info.stored_bytes < 0.9 * info.logical_bytes
+    assert len(packs_of(store, 1)) == 1
+
+
+def test_blobs_are_sampled_at_the_same_time_and_each_once(
+    open_at: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that all blobs share would make every worker wait for one."""
+    together = threading.Barrier(2, timeout=60)
+    sampled: list[int] = []
+
+    def sample(plain: memoryview) -> memoryview:
+        sampled.append(len(plain))
+        together.wait()
+        return sample_of(plain)
+
+    monkeypatch.setattr(chunk_writer, "sample_of", sample)
+    store = open_at(MemoryBackend(), "balanced")
+    store.save({"a": floats(1), "b": floats(6)[CHUNK // 4 :]}, step=1)
+    assert sorted(sampled) == [CHUNK, 5 * CHUNK]

@@ -29,15 +29,16 @@ from ckstore.announce import announced, pinned
 from ckstore.backend.local import LocalBackend
 from ckstore.cli import exits, meter, places, text
 from ckstore.cli.app import app
-from ckstore.cli.keys import path_of
 from ckstore.cli.stores import parse_size
 from ckstore.format import records
 from ckstore.ids import SaveName
 from ckstore.process import _start_of, current_owner
-from ckstore.state.paths import Part, spell
+from ckstore.state.paths import Part, parse, spell
 from ckstore.store import Store
 
-COMMANDS = ["init", "status", "ls", "show", "diff", "tag", "quarantine", "clear", "verify", "prune", "gc"]
+COMMANDS = [
+    "init", "status", "ls", "show", "diff", "tag", "quarantine", "clear", "verify", "prune", "gc", "import", "export",
+]  # fmt: skip
 HOSTILE = "\x1b[31mred\x07[bold]\n\u202e:smile:\udc80"
 ESCAPED = "\\x1b[31mred\\x07[bold]\\n\\u202e:smile:\\udc80"
 
@@ -397,6 +398,7 @@ def test_ls_as_json_has_every_field(shell: Shell) -> None:
         "parent": infos[2].id,
         "seconds": infos[1].seconds,
         "state": "ok",
+        "ranks": 1,
     }
     assert dt.datetime.fromisoformat(found[1]["created"]) == infos[1].created
 
@@ -419,14 +421,18 @@ def test_show_lists_what_is_in_a_snapshot(shell: Shell) -> None:
     found = shell.run("show", shell.place, "step:300").stdout.splitlines()
     listing = [line.split() for line in found[found.index("") + 1 :]]
     assert listing == [
-        ["PATH", "KIND", "DTYPE", "SHAPE", "BYTES", "VALUE"],
-        ["extra/0", "int", "1"],
+        ["KEY", "WHAT", "BYTES", "VALUE"],
+        ["extra/", "1", "value"],
+        ["0", "int", "1"],
         ["lr", "float", "0.5"],
-        ["model/embed", "numpy", "array", "float32", "[100000]", "391", "KiB"],
-        ["model/head", "numpy", "array", "float32", "[50000]", "195", "KiB"],
+        ["model/", "2", "values", "586", "KiB"],
+        ["embed", "numpy", "array", "float32", "[100000]", "391", "KiB"],
+        ["head", "numpy", "array", "float32", "[50000]", "195", "KiB"],
         ["note", "str", "'same'"],
         ["step", "int", "300"],
     ]
+    top = shell.run("show", shell.place, "step:300", "--depth", "1").stdout.splitlines()
+    assert [line.split()[0] for line in top[top.index("") + 2 :]] == ["extra/", "lr", "model/", "note", "step"]
 
 
 def test_show_chooses_by_pattern_and_cuts_with_a_note(shell: Shell) -> None:
@@ -439,9 +445,18 @@ def test_show_chooses_by_pattern_and_cuts_with_a_note(shell: Shell) -> None:
         "shape": [100_000],
         "bytes": 400_000,
         "value": None,
+        "flags": [],
     }
     cut = shell.run("show", shell.place, "-n", "2").stdout
-    assert cut.endswith("… and 4 entries more; show all with --limit 0, or some with --keys 'model/**'\n")
+    assert cut.endswith(
+        "… and 6 keys more; show all with --limit 0, fewer with --depth, some with --keys 'model/**'\n"
+    )
+    chosen = shell.run("show", shell.place, "-k", "model/**").stdout.splitlines()
+    assert [line.split() for line in chosen[chosen.index("") + 1 :]] == [
+        ["PATH", "KIND", "DTYPE", "SHAPE", "BYTES", "VALUE"],
+        ["model/embed", "numpy", "array", "float32", "[100000]", "391", "KiB"],
+        ["model/head", "numpy", "array", "float32", "[50000]", "195", "KiB"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -456,18 +471,19 @@ def test_show_chooses_by_pattern_and_cuts_with_a_note(shell: Shell) -> None:
     ],
 )
 def test_a_spelled_path_is_read_back(path: tuple[Any, ...]) -> None:
-    found = path_of(spell(path))
+    found = parse(spell(path))
     assert [(type(step), step) for step in found] == [(type(step), step) for step in path]
 
 
 def test_diff_shows_what_changed(shell: Shell) -> None:
     found = shell.run("diff", shell.place, "200", "300").stdout.splitlines()
-    assert [line.rstrip().split(maxsplit=2) for line in found[1:4]] == [
-        ["+", "extra/0", "int 1"],
-        ["~", "model/head", "numpy array float32 [50000]: values differ"],
-        ["~", "step", "int 200 → int 300"],
+    assert [line.split() for line in found if line and line[0] in "+-~"] == [
+        ["+", "extra/0", "int", "1"],
+        ["~", "step", "200", "300"],
+        ["~", "model/head", "float32", "[50000]", "6.45e+08", "0.5", "5e+06"],
+        ["~", "model", "1", "49,999", "of", "50,000", "6.45e+08"],
     ]
-    assert found[-2].endswith("1 added, 0 removed, 2 changed, 3 unchanged")
+    assert found[-1].startswith("1 added, 0 removed, 2 changed, 3 unchanged; chunks: ")
     report = shell.json("diff", shell.place, "300", "200")
     assert [one["path"] for one in report["removed"]] == ["extra/0"]
     assert [(one["path"], one["same_form"]) for one in report["changed"]] == [("model/head", True), ("step", True)]
@@ -665,7 +681,9 @@ def field_names(document: Any) -> set[str]:
         return set().union(*map(field_names, document))
     if not isinstance(document, dict):
         return set()
-    free = {"meta", "kept", "spared"} | ({"tags"} if isinstance(document.get("tags"), dict) else set())
+    free = {"meta", "kept", "spared", "metrics", "options", "values"}
+    if isinstance(document.get("tags"), dict):
+        free.add("tags")
     return set(document).union(*(field_names(value) for name, value in document.items() if name not in free))
 
 
@@ -685,7 +703,7 @@ def test_texts_out_of_a_store_are_shown_escaped_and_never_as_markup(shell: Shell
     save = save_of(shell, "400")
     tag = shell.place / "tags" / "best"
     (shell.place / "tags" / "\x1b]0;owned\x07").write_bytes(tag.read_bytes())
-    for words in (["ls"], ["show"], ["diff", "300", "400"], ["tag"], ["status"]):
+    for words in (["ls"], ["show"], ["show", "-k", "**"], ["diff", "300", "400"], ["tag"], ["status"]):
         found = shell.run(words[0], shell.place, *words[1:])
         assert [code for code in ("\x1b", "\x07", "\u202e") if code in found.stdout + found.stderr] == [], words
     shown = shell.run("show", shell.place, f"id:{save.nonce}").stdout

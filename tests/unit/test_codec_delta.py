@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckstore import codec
-from ckstore.codec import DELTA, delta, planes
+from ckstore.codec import DELTA, PLANES, delta, planes
 from ckstore.errors import CorruptionError, FormatError
 from ckstore.ids import digest
 
@@ -19,6 +19,7 @@ PLAIN = bytes(byte ^ (i % 7 == 0) for i, byte in enumerate(BASE))
 
 def encoded(param: int, plain: bytes = PLAIN, base: bytes = BASE) -> bytes:
     found = codec.encode_delta(param, delta.difference(memoryview(plain), memoryview(base)), digest(base))
+    assert found is not None
     assert (found.codec, found.param) == (DELTA, param)
     return bytes(found.stored)
 
@@ -68,7 +69,9 @@ def test_a_flipped_byte_is_never_an_error_of_another_kind(param: int) -> None:
     assert refused >= 7  # the identity of the base, at least
 
 
-@pytest.mark.parametrize(("number", "param"), [(DELTA, 0), (DELTA, 17), (DELTA, 32), (DELTA, 35), (DELTA, 51), (2, 4)])
+@pytest.mark.parametrize(
+    ("number", "param"), [*((DELTA, param) for param in (0, 17, 32, 35, 50, 51, 64, 67, 82, 100)), (2, 4)]
+)
 def test_a_parameter_of_a_later_version_is_told(number: int, param: int) -> None:
     with pytest.raises(FormatError, match=f"codec {number} with parameter {param}"):
         codec.decode_delta(number, param, memoryview(encoded(36)), digest(BASE), memoryview(bytearray(BASE)))
@@ -81,23 +84,42 @@ def test_a_delta_cannot_be_decoded_without_a_base() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "itemsize", "param"),
-    [("float", 4, 36), ("float", 2, 34), ("float", 8, 40), ("int", 8, 40), ("float", 1, 16), ("raw", 4, 16)],
+    [("float", 4, 68), ("float", 2, 66), ("float", 8, 72), ("int", 8, 72), ("float", 1, 16), ("raw", 4, 16)],
 )
 def test_elements_are_kept_as_planes(kind: str, itemsize: int, param: int) -> None:
     assert delta.param_for(kind, itemsize) == param
 
 
-@pytest.mark.parametrize("width", sorted(planes.PARAMS))
+@pytest.mark.parametrize("width", sorted(planes.WIDTHS))
 @pytest.mark.parametrize("extra", range(4))
 def test_planes_added_up_and_put_together_are_what_decoding_gives(width: int, extra: int) -> None:
     size = 4000 + extra
     plain = np.random.default_rng(extra).integers(0, 4, size, dtype=np.uint8).tobytes()
-    stored = memoryview(planes.encode(width, memoryview(plain), 1))
+    stored = codec.encode(PLANES, width, memoryview(plain), 1)
     apart, out = memoryview(bytearray(size)), memoryview(bytearray(size))
     planes.add(width, stored, apart)
-    planes.join(width, apart, out)
+    planes.add_joined(width, apart, out)
     assert out == plain
     planes.add(width, stored, apart)
     assert not any(apart)
     with pytest.raises(CorruptionError):
         planes.add(width, stored[:-1], apart)
+
+
+@pytest.mark.parametrize("param", PARAMS)
+def test_a_difference_that_is_noise_makes_no_frame_or_a_little_more(param: int) -> None:
+    noise = memoryview(np.random.default_rng(2).bytes(1 << 20))
+    found = codec.encode_delta(param, noise, digest(BASE))  # zstd alone refuses it
+    assert found is None or len(found.stored) <= len(noise) + 32 + codec.ROOM
+    if found is not None:
+        out = memoryview(bytearray(len(noise)))
+        delta.decode(param, memoryview(found.stored), digest(BASE), out)
+        assert out == noise
+
+
+def test_a_frame_is_not_overwritten_by_the_next_one() -> None:
+    first = codec.encode_delta(36, memoryview(bytes(1000)), digest(BASE))
+    assert first is not None
+    stored = bytes(first.stored)
+    codec.encode_delta(36, memoryview(np.random.default_rng(1).bytes(1000)), digest(PLAIN))
+    assert first.stored == stored

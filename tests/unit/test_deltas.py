@@ -21,7 +21,7 @@ from ckstore.format.records import Commit
 from ckstore.history import read_history
 from ckstore.ids import SaveName
 from ckstore.known import read_manifest
-from ckstore.pack import read_footer, read_frame
+from ckstore.pack import _read_chain, read_footer, read_frame
 from ckstore.repack import repack
 from ckstore.store import Store
 from ckstore.testing.faults import CountingBackend, Fault, FaultyBackend
@@ -72,6 +72,18 @@ def check(store: Store, *steps: int) -> None:
         assert np.array_equal(store.restore(step)["w"], weights(step))
 
 
+def test_a_chain_of_differences_is_put_together_at_once(compact: Store) -> None:
+    """The fast path is taken, and gives what the plain one does."""
+    train(compact, 4)
+    table = table_of(compact, 4)
+    for row, place in enumerate(table.locations):
+        quick, plain = (memoryview(bytearray(table.plain_size(0, row))) for _ in range(2))
+        assert place.depth == 3
+        assert _read_chain(compact._context.backend, place, quick)
+        read_frame(compact._context.backend, place, table.ids[row], plain)
+        assert quick == plain
+
+
 def test_a_chain_grows_up_to_the_bound_and_begins_anew(compact: Store) -> None:
     train(compact, 6)
     assert [depths(compact, step) for step in range(1, 7)] == [[n] * 4 for n in (0, 1, 2, 3, 0, 1)]
@@ -90,7 +102,7 @@ def test_a_delta_is_of_the_chunk_at_the_same_place(compact: Store) -> None:
     for row, place in enumerate(after.locations):
         assert place.base is not None
         assert (place.base.id, place.base.place) == (before.ids[row], before.locations[row])
-        assert (place.codec, place.param) == (DELTA, 32 + 4)
+        assert (place.codec, place.param) == (DELTA, 64 + 4)
 
 
 @pytest.mark.parametrize("profile", ["fast", "balanced"])
@@ -354,7 +366,7 @@ def test_a_codec_that_loses_bytes_makes_no_delta(compact: Store, monkeypatch: py
     train(compact, 1)
     encode = codec.delta.encode
 
-    def lossy(param: int, difference: memoryview, base_id: bytes) -> bytes:
+    def lossy(param: int, difference: memoryview, base_id: bytes) -> memoryview | None:
         broken = bytearray(difference)
         broken[0] ^= 1
         return encode(param, memoryview(broken), base_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -24,7 +25,7 @@ CHUNKS = [
     (LOTS.randbytes(5000), Choice(RAW)),
     (b"abc" * 3000, Choice(ZSTD, 0, 1)),
     (LOTS.randbytes(6000), Choice(RAW)),
-    (bytes(64) + LOTS.randbytes(7000), Choice(PLANES, 2, 1)),
+    (bytes(1000) + LOTS.randbytes(7000), Choice(PLANES, 2, 1)),
     (LOTS.randbytes(11), Choice(RAW)),
 ]
 FIRST = CHUNKS[0][0]
@@ -59,6 +60,11 @@ def add(writer: PackWriter, plain: bytes, choice: Choice, *, prepared: bool = Fa
         memory = writer.reserve(len(plain))
         memory[:] = plain
         return writer.append(digest(memory), len(plain), Encoded(RAW, 0, memory), lambda: plain)
+    if prepared:
+        encoded = codec.encode_checked(choice, memoryview(plain), writer.reserve(len(plain) + codec.ROOM))
+        assert encoded.codec == choice.codec
+        again = partial(codec.encode, choice.codec, choice.param, memoryview(plain), choice.level)
+        return writer.append(digest(plain), len(plain), encoded, again)
     return writer.append(digest(plain), len(plain), codec.encode_checked(choice, memoryview(plain)))
 
 
@@ -229,12 +235,33 @@ def test_frames_that_no_reader_would_take_are_not_written(stored: bytes, plain: 
     assert writer.size == form.HEADER_SIZE
 
 
-def test_a_prepared_frame_needs_a_source() -> None:
+@pytest.mark.parametrize("size", [1, 9, 10])
+def test_a_prepared_frame_needs_a_source(size: int) -> None:
     """Its memory is used again, so it could not be written once more."""
     writer = PackWriter(Storage(), PACK)
-    memory = writer.reserve(10)
+    memory = writer.reserve(10)[:size]
     with pytest.raises(InvalidInputError):
-        writer.append(digest(memory), 10, Encoded(RAW, 0, memory))
+        writer.append(digest(memory), 10, Encoded(RAW if size == 10 else ZSTD, 0, memory))
+    writer.abort()
+
+
+def test_what_does_not_stand_at_the_beginning_of_the_prepared_memory_is_copied_there() -> None:
+    storage = Storage()
+    writer = PackWriter(storage, PACK)
+    memory = writer.reserve(6000)
+    memory[1000:] = FIRST
+    writer.append(digest(FIRST), len(FIRST), Encoded(RAW, 0, memory[1000:]), lambda: FIRST)
+    ref = writer.finish()
+    assert check_pack(storage, ref.name, ref.size) == []
+    assert content(storage)[form.HEADER_SIZE :].startswith(FIRST)
+
+
+def test_prepared_frames_are_not_held_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_writer, "MOST_HELD", 1)
+    writer = PackWriter(Storage(), PACK)
+    for chunk in CHUNKS:
+        add(writer, *chunk, prepared=True)
+    assert not writer.is_full
     writer.abort()
 
 
@@ -272,6 +299,18 @@ def test_a_pack_is_full_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not writer.is_full
     add(writer, CHUNKS[2][0], Choice(RAW), prepared=True)
     assert writer.is_full
+    writer.abort()
+
+
+def test_a_pack_is_full_by_what_it_refers_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small that becomes: the state's memory may be there for this pack only."""
+    monkeypatch.setattr(pack_writer, "PACK_SIZE", 10_000)
+    writer = PackWriter(Storage(), PACK)
+    add(writer, bytes(9_000), Choice(ZSTD, 0, 1), prepared=True)
+    assert not writer.is_full
+    add(writer, b"a" * 1_000, Choice(ZSTD, 0, 1), prepared=True)
+    assert writer.is_full
+    assert writer.size < 200
     writer.abort()
 
 

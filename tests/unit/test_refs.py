@@ -140,6 +140,14 @@ def test_a_name_that_means_one_snapshot_twice_is_not_ambiguous(store: Store) -> 
     assert store.resolve("exp").id == exp
 
 
+def test_notes_beside_the_only_branch_do_not_make_it_two(store: Store) -> None:
+    first, *_ = filled(store, (1, "exp"), (2, "exp.metadata"))
+    assert store.resolve("latest").id == first
+    filled(store, (3, "other"))
+    with pytest.raises(NotFoundError):
+        store.resolve("latest")
+
+
 def test_an_id_may_be_cut_to_four_digits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     nonces = itertools.chain(["abcd111111111111", "abcd222222222222"], iter(new_nonce, ""))
     monkeypatch.setattr("ckstore.saver.new_nonce", lambda: next(nonces))

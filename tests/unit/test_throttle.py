@@ -173,11 +173,20 @@ def test_an_interrupt_ends_a_save_that_waits_for_its_turn(tmp_path: Path, monkey
     assert len(waited) < 20
 
 
-def test_a_process_has_one_throttle_for_a_store() -> None:
-    first = throttle_of("one", 10_000)
-    assert throttle_of("one", 20_000) is first
-    assert first.rate == 20_000
-    assert throttle_of("another", 10_000) is not first
+def test_a_process_has_one_throttle_for_a_store(tmp_path: Path) -> None:
+    first = throttle_of("one")
+    assert throttle_of("one", tmp_path) is first
+    assert throttle_of("another") is not first
+
+
+def test_openings_of_a_store_set_the_limit_of_all_in_the_process(tmp_path: Path) -> None:
+    place, cache = tmp_path / "s", tmp_path / "c"
+    with open_store(place, create=True, cache_dir=cache) as store:
+        throttle = throttle_of(store._context.config.store)
+        assert throttle.rate is None
+        for limit, then in ((10_000, 10_000), (20_000, 20_000), (None, 20_000), (10_000, 10_000)):
+            open_store(place, cache_dir=cache, bandwidth_limit=limit).close()
+            assert throttle.rate == then
 
 
 def test_a_store_opened_with_a_limit_saves_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +195,25 @@ def test_a_store_opened_with_a_limit_saves_through_it(tmp_path: Path, monkeypatc
     with open_store(tmp_path / "s", create=True, cache_dir=tmp_path / "c", bandwidth_limit="1MB/s") as store:
         info = store.save({"a": np.random.default_rng(1).standard_normal(50_000)}, step=1)
     assert 0 < sum(waited) <= info.stored_bytes
-    waited.clear()
-    with open_store(tmp_path / "s", cache_dir=tmp_path / "c") as store:
-        store.save({"a": np.ones(50_000)}, step=2)
-    assert waited == []
+
+
+def test_a_store_opened_without_a_limit_saves_at_that_of_a_later_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def take(_: TokenBucket, size: int, now: float) -> float:
+        taken.append(size)
+        return 0.0
+
+    monkeypatch.setattr(TokenBucket, "take", take)
+    place, cache = tmp_path / "s", tmp_path / "c"
+    with open_store(place, create=True, cache_dir=cache) as store:
+        store.save({"a": np.ones(50_000)}, step=1)
+        assert taken == []
+        open_store(place, cache_dir=cache, bandwidth_limit="1MB/s").close()
+        store.save({"a": np.random.default_rng(1).standard_normal(50_000)}, step=2)
+    assert sum(taken) > 0
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from ckstore import layout, together
+from ckstore import layout, rank_writer, saver, together
 from ckstore.backend.memory import MemoryBackend
-from ckstore.commit import abort
-from ckstore.errors import BackendError, CkstoreError, FencedError, InvalidInputError, NoSpaceError, SaveFailedError
+from ckstore.commit import BELOW_FLOOR, abort
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    FencedError,
+    FormatError,
+    InvalidInputError,
+    NoSpaceError,
+    SaveFailedError,
+)
+from ckstore.format import records
 from ckstore.ids import SaveName
 from ckstore.member import Member
 from ckstore.process import Owner, current_owner
+from ckstore.saver import SaveRequest
+from ckstore.state.capture import capture
 from ckstore.store import open_store
 from ckstore.testing.faults import Fault, FaultyBackend
 
@@ -68,6 +80,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "RENEW_SECONDS", 0.05)
     monkeypatch.setattr(together, "PATIENCE_SECONDS", 20.0)
     monkeypatch.setattr(together, "JOIN_SECONDS", 20.0)
+    monkeypatch.setattr(together, "LIVING_JOIN_SECONDS", 20.0)
     monkeypatch.setattr(together, "_GONE_SECONDS", 0.1)
 
 
@@ -193,7 +206,7 @@ def test_a_rank_whose_process_is_gone_is_not_waited_for(missing: int) -> None:
 
 
 def test_a_rank_that_never_comes_is_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(together, "LIVING_JOIN_SECONDS", 0.2)
     ranks = Ranks(backend := MemoryBackend(), 3)
     errors = ranks.save(1, ranks=[0, 2])
     assert {error.rank for error in errors} == {1} and "did not begin" in str(errors[0])
@@ -345,3 +358,233 @@ def test_members_are_checked(wrong: tuple[Any, ...]) -> None:
 def test_each_rank_cannot_skip_by_itself(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match="by itself"):
         store.save_async({}, step=1, member=Member(0, 2, GROUP, 0), when_busy="skip")
+
+
+class Late:
+    """The other ranks' view of one that does things at chosen moments: real calls, in an order of the test's own."""
+
+    def __init__(self, ranks: Ranks, rank: int, ordinal: int) -> None:
+        self.context = ranks.stores[rank]._context
+        self.member = ranks.member(rank, ordinal)
+
+    def announcement(self) -> records.Announcement:
+        return together.await_leader(self.context, 1, "main", self.member, None, set())
+
+
+def test_a_turn_of_the_counter_does_not_take_back_that_a_part_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that moves the counter has read the record, and would write it after the part was done."""
+    ranks = Ranks(MemoryBackend(), 2)
+    turns: list[threading.Thread] = []
+    under_way = threading.Event()
+    replace, real = msgspec.structs.replace, rank_writer.write
+
+    def slow(record: Any, **changes: Any) -> Any:
+        found = replace(record, **changes)
+        if isinstance(record, records.Part) and threading.current_thread().name == "ckstore-renewal":
+            turns.append(threading.current_thread())
+            under_way.set()
+            threading.Event().wait(0.2)  # nobody ends this wait: whoever may must not finish the part meanwhile
+        return found
+
+    def write(context: Any, captured: Any, share: Any, *rest: Any) -> Any:
+        assert under_way.wait(30)
+        if share.rank == 0:
+            turns[0].join(1)  # rank 0 looks when the turn is over
+        return real(context, captured, share, *rest)
+
+    monkeypatch.setattr(msgspec.structs, "replace", slow)
+    monkeypatch.setattr(rank_writer, "write", write)
+    assert failures(ranks.save(1)) == []
+    assert len(turns) == 1
+
+
+def test_a_writer_that_died_is_not_replaced_by_one_that_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's first writer dies: its trainer gives the save up, and asks another writer for the same save."""
+    monkeypatch.setattr(together, "JOIN_SECONDS", 1e9)
+    monkeypatch.setattr(together, "LIVING_JOIN_SECONDS", 1e9)
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    names: list[SaveName] = []
+    request = SaveRequest(1, member=ranks.member(0, 1))
+
+    class Dead(BaseException):
+        pass
+
+    def died(name: SaveName) -> None:
+        names.append(name)
+        raise Dead
+
+    captured = capture(part_of(0), chunk_size=4096)
+    with pytest.MonkeyPatch.context() as killed, pytest.raises(Dead):
+        killed.setattr(saver, "_abandon", lambda *_: None)  # a process that is killed gives nothing up
+        saver.save(ranks.stores[0]._context, captured, request, died)
+    assert saver.settle(ranks.stores[0]._context, names[0], request) is None
+    backend.delete(layout.announcement(names[0]))  # as the trainer withdraws what its dead writer announced
+    errors = ranks.save(1)
+    assert [(error.rank, error.reason) for error in errors] == [(0, "its writer is gone")] * 2
+    assert nothing_remains(backend)
+    assert {info.step for info in ranks.save(2)} == {2}
+
+
+def test_a_number_that_was_used_is_refused() -> None:
+    ranks = Ranks(MemoryBackend(), 1)
+    ranks.save(1)
+    (error,) = ranks.save(1)
+    assert isinstance(error, SaveFailedError) and "take another number" in error.reason
+    assert len(ranks.stores[0].snapshots()) == 1
+
+
+@pytest.mark.parametrize("reason", [BELOW_FLOOR, "the disk is gone"])
+def test_a_rank_that_comes_late_finds_the_next_name_or_why_there_is_none(reason: str) -> None:
+    """The first name was given up below a floor, so there is a second; or for good, which the others left word of."""
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    late = Late(ranks, 1, 1)
+    first = SaveName(5, late.member.nonce(0))
+    assert abort(late.context, first, reason, None if reason == BELOW_FLOOR else 0)
+    together.leave_word(late.context, first, 1, 0)
+    second = records.Announcement(str(SaveName(6, late.member.nonce(1))), "main", 1, 0, [], current_owner(), 2)
+    backend.put(layout.announcement(SaveName.parse(second.save)), records.encode(second))
+    if reason == BELOW_FLOOR:
+        assert late.announcement() == second
+    else:
+        backend.delete(layout.announcement(SaveName.parse(second.save)))
+        with pytest.raises(SaveFailedError, match="the disk is gone") as caught:
+            late.announcement()
+        assert caught.value.rank == 0
+
+
+def test_an_announcement_that_was_given_up_is_not_joined() -> None:
+    """The dead rank's announcement is still there: nobody writes anything for it."""
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    late = Late(ranks, 1, 1)
+    name = SaveName(5, late.member.nonce(0))
+    record = records.Announcement(str(name), "main", 1, 0, [], current_owner(), 2)
+    backend.put(layout.announcement(name), records.encode(record))
+    assert late.announcement() == record
+    assert abort(late.context, name, "its process is gone", 0)
+    with pytest.raises(SaveFailedError, match="its process is gone"):
+        late.announcement()
+
+
+def test_the_announcement_of_a_process_that_is_gone_costs_no_time() -> None:
+    """Rank 1 finds what a dead rank 0 announced: it aborts the save at once, and writes nothing."""
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    here = current_owner()
+    gone = Owner(here.machine, here.boot, here.pid_namespace, 2**22 + 1, 1)
+    name = SaveName(5, ranks.member(1, 1).nonce(0))
+    backend.put(layout.announcement(name), records.encode(records.Announcement(str(name), "main", 1, 0, [], gone, 2)))
+    (error,) = ranks.save(1, ranks=[1])
+    assert (error.rank, error.reason) == (0, "its process is gone")
+    assert not backend.list(layout.PACKS)
+    assert nothing_remains(backend)
+
+
+def test_rank_0_is_fenced_where_another_rank_found_the_newer_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that takes over between the parts: whoever finds out first, all are told to stop."""
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    old = ranks.stores[0].open_epoch()
+    real = rank_writer.write
+
+    def write(context: Any, captured: Any, share: Any, *rest: Any) -> Any:
+        if share.rank == 1:
+            open_store(backend, cache_dir="/proc/nowhere").open_epoch()
+        return real(context, captured, share, *rest)
+
+    monkeypatch.setattr(rank_writer, "write", write)
+    errors = ranks.save(1, epoch=old)
+    assert [type(error) for error in errors] == [FencedError, FencedError]
+    assert nothing_remains(backend)
+
+
+def test_gc_that_gives_a_save_up_is_told_alike_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    real = rank_writer.write
+
+    def write(context: Any, captured: Any, share: Any, *rest: Any) -> Any:
+        if share.rank == 1:
+            open_store(backend, cache_dir="/proc/nowhere").gc(patience=0)
+        return real(context, captured, share, *rest)
+
+    monkeypatch.setattr(rank_writer, "write", write)
+    errors = ranks.save(1)
+    assert all(isinstance(error, SaveFailedError) and error.rank is None for error in errors), errors
+    assert all("given up by gc" in error.reason for error in errors)
+    assert nothing_remains(backend)
+
+
+def test_a_part_that_vanishes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "PATIENCE_SECONDS", 0.3)
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    real = rank_writer.write
+
+    def write(context: Any, captured: Any, share: Any, *rest: Any) -> Any:
+        if share.rank == 0:
+            found = real(context, captured, share, *rest)
+            part = records.Part(str(share.save), 1, 1, 0, current_owner())
+            backend.put(layout.part(share.save, 1), records.encode(part))
+            return found
+        raise AssertionError
+
+    seen: list[int] = []
+    listing = together._ranks
+
+    def once(names: list[str]) -> set[int]:
+        seen.append(1)
+        if len(seen) == 2:
+            for name in names:
+                backend.delete(name)
+            return set()
+        return listing(names)
+
+    monkeypatch.setattr(rank_writer, "write", write)
+    monkeypatch.setattr(together, "_ranks", once)
+    (error,) = ranks.save(1, ranks=[0])
+    assert error.rank == 1 and "not heard of" in error.reason
+
+
+@pytest.mark.parametrize("wrong", ["rank", "inline", "packs"])
+def test_a_part_that_contradicts_itself_is_no_part(wrong: str) -> None:
+    save = str(SaveName(5, "00000000000000aa"))
+    pack = records.PackRef(f"packs/{save}/1-0", 4096)
+    done = records.Contribution(records.ManifestRef(1, 3, b"h" * 32, b"abc"), [pack], b"c" * 32, 0, 0)
+    part = records.Part(save, 1, 1, 0, current_owner(), 0, done)
+    assert records.decode(records.encode(part), records.Part, "it") == part
+    replace = msgspec.structs.replace
+    bad = {
+        "rank": replace(done, manifest=replace(done.manifest, rank=2)),
+        "inline": replace(done, manifest=replace(done.manifest, size=4)),
+        "packs": replace(done, packs=[pack, pack]),
+    }[wrong]
+    with pytest.raises(FormatError):
+        records.encode(replace(part, done=bad))
+
+
+@pytest.mark.parametrize("what", ["garbage", "another rank", "a pack that is missing", "a pack that is shorter"])
+def test_rank_0_names_the_rank_whose_part_is_not_what_it_says(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    real = rank_writer.write
+
+    def write(context: Any, captured: Any, share: Any, *rest: Any) -> Any:
+        found = real(context, captured, share, *rest)
+        pack = records.PackRef(layout.pack(share.save, 1, 0), 4096)
+        done = records.Contribution(records.ManifestRef(1, 3, b"h" * 32, b"abc"), [pack], b"c" * 32, 0, 0)
+        part = records.Part(str(share.save), 1, 1, 0, current_owner(), 0, done)
+        if what == "a pack that is shorter":
+            backend.put(pack.name, b"short")
+        if what == "another rank":
+            part = msgspec.structs.replace(part, rank=0, done=None)
+        data = b"whatever" if what == "garbage" else records.encode(part)
+        backend.put(layout.part(share.save, 1), data)
+        return found
+
+    monkeypatch.setattr(rank_writer, "write", write)
+    (error,) = ranks.save(1, ranks=[0])
+    assert isinstance(error, SaveFailedError) and error.rank == 1
+    assert nothing_remains(backend)
+
+
+def test_foreign_names_among_the_parts_are_passed_over() -> None:
+    ranks = Ranks(backend := MemoryBackend(), 2)
+    for name in ("parts/whatever", "parts/other/1", "saves/something"):
+        backend.put(name, b"foreign")
+    assert {info.step for info in ranks.save(1)} == {1}
+    assert "parts/other/1" in backend.list(layout.PARTS)
