@@ -42,6 +42,7 @@ AREAS = {
     "sizes": Area("sizes", "sizes", mib=0, rounds=1),
     "weights": Area("sizes", "real_weights", mib=0, rounds=3),
     "chain": Area("chain", "chain", mib=0, rounds=5),
+    "ranks": Area("ranks", "ranks", mib=1024),
     "scale": Area("scale", "scale", mib=4 << 20, rounds=3),
     "memory": Area("memory", "memory", rounds=1),
     "terabyte": Area("memory", "terabyte", mib=1 << 20, rounds=1),

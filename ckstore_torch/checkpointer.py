@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import ckstore
 from ckstore import PendingSave, Retention
 from ckstore.arguments import WHEN_BUSY, name_of
-from ckstore.errors import CkstoreError, InvalidInputError, NotFoundError
+from ckstore.errors import CkstoreError, InvalidInputError, NotFoundError, SaveFailedError
+from ckstore_torch.group_state import GroupState, Run
+from ckstore_torch.metadata import Follows, LastKnown, MetadataBranch, branch_beside
+from ckstore_torch.ranks import RankFailedError, ranks_of
 from ckstore_torch.run_state import Objects, RunState
+from ckstore_torch.selection import EVERYTHING, Selection
+from ckstore_torch.spread import local_of
 
 if TYPE_CHECKING:
-    from ckstore import SnapshotInfo, Store
+    from ckstore import Member, RestoreReport, SnapshotInfo, Store
 
 _log = logging.getLogger(__name__)
 _CONDITIONS = {
@@ -35,16 +42,24 @@ class Checkpointer:
                 ...one step of training...
                 checkpointer.step(n + 1, loss=loss.item())
 
-    `n` counts the steps that are *done*. `model`, `optimizer`, `scheduler` and `dataloader` are one object or a mapping
-    of them; `extra` takes by name whatever else must come back: objects with `state_dict` and `load_state_dict`,
-    tensors and arrays (filled in place), dicts and lists (given the values that were saved: a tensor in one that others
-    refer to should be given by itself), and random number generators. Those of Python, NumPy, torch and CUDA are always
-    kept. Gradients are not: call `step` when they are no longer needed.
+    `n` counts the steps that are *done*. `model`, `optimizer`, `scheduler`, `scaler` (of gradients), `ema` (such as an
+    `AveragedModel`) and `dataloader` are one object or a mapping of them; `extra` takes by name whatever else must come
+    back: objects with `state_dict` and `load_state_dict`, tensors and arrays (filled in place), dicts and lists (given
+    the values that were saved: a tensor in one that others refer to should be given by itself), a `Box` for a number or
+    text, and random number generators. Those of Python, NumPy, torch and CUDA are kept too. Gradients are not: call
+    `step` when they are no longer needed. With `non_persistent` modules are saved with the buffers that their
+    `state_dict` leaves out.
+
+    `save` names what is saved and brought back, by default all of it: "weights", "optimizer" (with `scheduler`,
+    `scaler` and `ema`), "dataloader_state" and "rng_seed" (the state of every generator). Steps, metrics and `extra`
+    always are. What it does not name is left as it is by `resume`, which logs that.
 
     `save_every` steps are saved by `step` (None: only `save` saves), every `full_every`-th of them readable without any
-    earlier snapshot. `keep` is a number of snapshots, a `ckstore.Retention` or a mapping: after each save the others of
-    this branch are pruned and their space is freed. `store` is an open `ckstore.Store`, which stays open, or where one
-    is or shall be; it is then opened here with `profile`, as `ckstore.open` takes it.
+    earlier snapshot. Every `metadata_every` steps all but what is large is saved beside them, on the branch
+    `<branch>.metadata`: after a crash `last_known` says from it how far the run had come. `keep` is a number of
+    snapshots, a `ckstore.Retention` or a mapping: after each save the others of this branch are pruned and their space
+    is freed. `store` is an open `ckstore.Store`, which stays open, or where one is or shall be; it is then opened here
+    with `profile`, as `ckstore.open` takes it.
 
     `step` copies the state and returns; a process of its own writes it, and prunes after it. What goes wrong there is
     raised by `wait` of what `step` returned, else by the next save and by `close`. A save that comes due while another
@@ -52,6 +67,10 @@ class Checkpointer:
     of one that is queued; what is not made is logged. With `overlap` the copy of what the optimizers manage hides
     behind the next forward and backward, and a hook before `optimizer.step()` waits for what is left of it: until then
     nothing else may change parameters. With `background=False` steps are saved before `step` returns.
+
+    In a training on several ranks (torch.distributed, of `process_group` or the default one) every rank makes one, over
+    the same store, and calls it at the same steps. One snapshot comes of a save, with what is sharded cut as it is, and
+    what is the same on all ranks written once; what fails on one rank is a `SaveFailedError` on all.
     """
 
     def __init__(
@@ -61,33 +80,42 @@ class Checkpointer:
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
+        scaler: Any = None,
+        ema: Any = None,
         dataloader: Any = None,
         extra: Mapping[str, Any] | None = None,
+        save: Iterable[str] | None = None,
+        non_persistent: bool = False,
         save_every: int | None = None,
         full_every: int | None = None,
+        metadata_every: int | None = None,
         branch: str = "main",
         keep: int | Retention | Mapping[str, Any] | None = None,
         profile: str | None = None,
         background: bool = True,
         when_busy: str = "wait",
         overlap: bool = False,
+        process_group: Any = None,
     ) -> None:
-        for name, every in (("save_every", save_every), ("full_every", full_every)):
-            if every is not None and (type(every) is not int or every < 1):
-                raise InvalidInputError(f"{name} is a whole number of steps, 1 or more, not {every!r}")
-        if extra is not None and not isinstance(extra, Mapping):
-            kind = type(extra).__name__  # type: ignore[unreachable]
-            raise InvalidInputError(f"extra takes objects by name, as in extra={{'ema': ema}}, not a {kind}")
-        name_of("branch", branch)
-        if when_busy not in WHEN_BUSY:
-            raise InvalidInputError(f"when_busy is one of {', '.join(WHEN_BUSY)}, not {when_busy!r}")
-        self._state = RunState(Objects(model, optimizer, scheduler, dataloader, dict(extra or {})))
+        self._group = GroupState(ranks_of(process_group))
+
+        def prepared() -> RunState:
+            periods = {"save_every": save_every, "full_every": full_every, "metadata_every": metadata_every}
+            _check_options(periods, extra, branch, when_busy, self._group.world)
+            self._keep = _policy(keep)
+            objects = Objects(model, optimizer, scheduler, scaler, ema, dataloader, dict(extra or {}))
+            selection = EVERYTHING if save is None else Selection.of(save)
+            return RunState(objects, selection, non_persistent=non_persistent)
+
+        # What is wrong on one rank must not leave the others waiting for it.
+        self._state = self._group.together(prepared)
         self._save_every = save_every
         self._full_every = full_every
         self._branch = branch
-        self._keep = _policy(keep)
         self._owns_store = isinstance(store, str | os.PathLike)
-        self.store = _opened(store, profile)
+        self.store = self._group.together(
+            lambda: _opened(store, profile), undo=lambda opened: opened.close() if self._owns_store else None
+        )
         self._epoch: int | None = None
         self._resumed_at = 0
         self._done = 0
@@ -97,29 +125,72 @@ class Checkpointer:
         self._background = background
         self._when_busy = when_busy
         self._last: PendingSave | None = None
+        self._disowned: list[PendingSave] = []
+        """Saves that this rank has begun and another has not: they fail, which was raised already."""
         self._overlap = overlap
+        self._metadata_every = metadata_every
+        self._metadata = None if metadata_every is None else self._opened_metadata()
+        self._last_known: LastKnown | None = None
+        self._base: SnapshotInfo | None = None
+        self._under_way: list[PendingSave] = []
+        self.report: RestoreReport | None = None
+        """What the last `resume` did not fill; None where nothing was restored."""
+        # Last: what fails before leaves no hook behind.
         self._hooks = [one.register_step_pre_hook(self._fence) for one in self._state.optimizers()] if overlap else []
 
-    def resume(self) -> int:
+    def resume(
+        self,
+        *,
+        strict: bool = True,
+        exact: bool = False,
+        warmup: Callable[[], Any] | None = None,
+        reshape: bool = False,
+    ) -> int:
         """Take over the branch, restore its newest good snapshot, and say how many steps are done: 0 for a new run.
 
         From here on an older run that still writes this branch gets `FencedError`. `MismatchError` lists every way in
         which the snapshot does not fit, and nothing is changed; nor is it when `load_state_dict` of a scheduler, loader
-        or extra fails. A branch whose snapshots are all damaged or left behind is no new run: `NotFoundError` says so.
+        or extra fails. With `strict=False` what fits is restored, and what does not is logged and is in `report`.
+        A branch whose snapshots are all damaged or left behind is no new run: `NotFoundError` says so.
         A save that is under way is waited for; that it failed is logged, as whoever resumes goes back anyhow.
+
+        With `exact` whatever keeps the run from going on bit by bit is refused, in one `InvalidInputError`; otherwise
+        it is logged. `warmup` runs one forward and backward and leaves nothing behind; DDP on three or more ranks needs
+        it (docs/bit-identical.md). What was saved by another number of ranks is cut anew; as random numbers and the
+        place in the data belong to each rank, that is asked for with `reshape` (docs/many-ranks.md).
         """
-        if self._last is not None and (error := self._last.exception()) is not None:
-            _log.warning("the save of step %d was not made: %s", self._last.step, error)
-        self._has_snapshot()  # before the branch is taken over: what is refused changes nothing
+        with self._group.during("resume"):
+            return self._resume(strict, exact, warmup, reshape)
+
+    def _resume(self, strict: bool, exact: bool, warmup: Callable[[], Any] | None, reshape: bool) -> int:
+        def waited() -> None:
+            if self._last is not None and (error := self._last.exception()) is not None:
+                _log.warning("the save of step %d was not made: %s", self._last.step, error)
+
+        self._group.together(waited)
+        self._any_snapshot()  # before the branch is taken over: what is refused changes nothing
         # Fence first: after that nobody can add a snapshot newer than the one that is read here.
-        self._epoch = self.store.open_epoch(self._branch)
-        self._resumed_at = 0
-        if self._has_snapshot():
-            saved = self.store.restore(f"branch:{self._branch}")
-            self._state.restore(saved)
-            self._resumed_at = int(saved["step"])
-        self._done, self._first = self._resumed_at, True
+        self._open_epoch()
+        self._resumed_at, self._base, self.report = 0, None, None
+        if self._any_snapshot():
+            run = Run(self._captured_now, partial(self._state.check, strict=strict), self._state.counts_globally)
+            saved, info = self._group.read(self.store, self._branch, run, reshape=reshape)
+            self.report = self._state.restore(
+                saved, strict=strict, exact=exact, warmup=warmup, together=self._group.together
+            )
+            self._resumed_at, self._base = int(saved["step"]), info
+            self._tell_what_was_left()
+        self._done, self._first, self._under_way = self._resumed_at, True, []
+        if self._metadata is not None:
+            self._last_known = self._metadata.take_over(self._base)
         return self._done
+
+    def last_known(self) -> LastKnown | None:
+        """How far the run before this one had come, by its metadata snapshots after the one that was resumed from.
+
+        None if it saved none since, before `resume`, and without `metadata_every`.
+        """
+        return self._last_known
 
     def step(self, n: int, /, **metrics: Any) -> PendingSave | None:
         """Say that `n` steps are done; when a save is due it is begun, and comes back. None if it was skipped.
@@ -132,21 +203,31 @@ class Checkpointer:
                 f"step({n!r}) when {self._resumed_at} were done: step takes how many steps are done; "
                 "in `for n in range(checkpointer.resume(), steps)` call step(n + 1)"
             )
-        if self._is_due(n):
-            return self._begin(n, metrics) if self._background else PendingSave.of(self.save(n, **metrics))
-        self._done, self._first = n, False
-        return None
+        is_due, notes = self._is_due(n, self._save_every), self._is_due(n, self._metadata_every)
+        pending = None
+        if is_due:
+            pending = self._begin(n, metrics) if self._background else PendingSave.of(self.save(n, **metrics))
+        else:
+            self._done, self._first = n, False
+        if notes and self._metadata is not None:
+            self._save_metadata(self._metadata, n, metrics)
+        return pending
 
     def save(self, n: int, /, **metrics: Any) -> SnapshotInfo:
         """Save now, with `n` steps done. When it returns the snapshot is durable; when it raises there is none."""
-        state, options = self._capture(n, metrics)
-        info = self.store.save(state, **options)
+        part, options, member = self._capture(n, metrics)
+        with nullcontext() if member is None else member.telling():
+            info = self.store.save(part(), **options, member=member)
+        self._base = info
         self._done, self._first = n, self._first and n <= self._resumed_at
         self._prune()
         return info
 
     def wait(self) -> None:
         """Wait until what was begun is durable and pruned; raise what went wrong, if nobody was told of it."""
+        self._forget_disowned()
+        if self._metadata is not None:
+            self._metadata.wait()
         self.store.wait()
 
     def close(self) -> None:
@@ -154,35 +235,95 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._owns_store:
-            self.store.close()
-        else:
-            self.store.wait()
+        try:
+            self._forget_disowned()
+            if self._metadata is not None:
+                self._metadata.close()
+        finally:
+            if self._owns_store:
+                self.store.close()
+            else:
+                self.store.wait()
 
-    def _capture(self, n: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state, and what else `Store.save` is to be told."""
-        if type(n) is not int or n < 0:
-            raise InvalidInputError(f"save takes how many steps are done, not {n!r}")
-        if self._epoch is None:
-            self._epoch = self.store.open_epoch(self._branch)
-        numbers_only = {name: _plain_number(name, value) for name, value in metrics.items()}
+    def _capture(
+        self, n: int, metrics: Mapping[str, Any]
+    ) -> tuple[Callable[[], dict[str, Any]], dict[str, Any], Member | None]:
+        """What gives the state, what else `Store.save` is to be told, and which rank this is in it."""
+        numbers_only: dict[str, int | float] = {}
+
+        def capture() -> dict[str, Any]:
+            if type(n) is not int or n < 0:
+                raise InvalidInputError(f"save takes how many steps are done, not {n!r}")
+            if self._group.world > 1:
+                self._raise_failed()
+            numbers_only.update(_plain_numbers(metrics))
+            return self._state.capture(n, numbers_only)
+
+        with self._saving(n):
+            if self._epoch is None and type(n) is int:
+                self._open_epoch()
+            part = self._group.part(capture, self._state.parameters())
         full = self._full_every is not None and n % self._full_every == 0
         options = {"step": n, "branch": self._branch, "meta": numbers_only, "full": full, "epoch": self._epoch}
-        return self._state.capture(n, numbers_only), options
+        return part, options, self._group.member()
+
+    @contextmanager
+    def _saving(self, n: int) -> Iterator[None]:
+        """What fails on another rank in it is a failed save."""
+        try:
+            with self._group.during(f"the save of step {n!r:.20}"):
+                yield
+        except RankFailedError as error:
+            raise SaveFailedError(error.rank, n, error.reason) from error
+
+    def _forget_disowned(self) -> None:
+        for pending in self._disowned:
+            pending.exception()
+        self._disowned = []
+
+    def _raise_failed(self) -> None:
+        """Wait for the saves before, and raise what the last one failed of: on all ranks at the same call, then."""
+        self._forget_disowned()
+        if self._last is not None:
+            self._last.settle()
+            untold = self._last.has_untold()
+            error = self._last.exception()
+            if untold and error is not None:
+                raise error
+
+    def _captured_now(self) -> dict[str, Any]:
+        return self._state.capture(self._done, {})
+
+    def _open_epoch(self) -> None:
+        """Take the branch over: rank 0 does, for all."""
+        self._epoch = int(self._group.lead(lambda: str(self.store.open_epoch(self._branch)).encode()))
+
+    def _any_snapshot(self) -> bool:
+        """`_has_snapshot` as rank 0 sees it."""
+        return self._group.lead(lambda: b"yes" if self._has_snapshot() else b"") == b"yes"
 
     def _begin(self, n: int, metrics: Mapping[str, Any]) -> PendingSave | None:
-        state, options = self._capture(n, metrics)
-        steady = self._state.managed() if self._overlap else ()
+        part, options, member = self._capture(n, metrics)
+        steady = [local_of(tensor) for tensor in self._state.managed()] if self._overlap else ()
         if self._tidying is not None and self._tidying.is_saved():
             self._tidied = True
-        tidy = self._keep is not None and not self._tidied
-        pending = self.store.save_async(
-            state, **options, when_busy=self._when_busy, steady=steady, keep=self._keep, tidy=tidy
-        )
+        keep = self._keep if self._group.rank == 0 else None
+        tidy = keep is not None and not self._tidied
+
+        def begin() -> PendingSave:
+            with nullcontext() if member is None else member.telling():
+                return self.store.save_async(
+                    part(), **options, member=member, when_busy=self._when_busy, steady=steady, keep=keep, tidy=tidy
+                )
+
+        with self._saving(n):
+            pending = self._group.together(begin, undo=self._disowned.append)
         self._done, self._first = n, self._first and n <= self._resumed_at
         if pending.is_skipped():
             return None
         self._last = pending
+        self._settle()
+        self._under_way.append(pending)
         self._tidying = pending if tidy else self._tidying
         return pending
 
@@ -221,14 +362,52 @@ class Checkpointer:
             )
         return bool(states - {"condemned"})
 
-    def _is_due(self, n: int) -> bool:
-        """Whether a multiple of `save_every` was passed since the last turn, however many steps that counted."""
+    def _is_due(self, n: int, every: int | None) -> bool:
+        """Whether a multiple of `every` was passed since the last turn, however many steps that counted."""
         before = n - 1 if n < self._done else self._done  # smaller: the caller went back to an earlier state
-        return self._save_every is not None and n // self._save_every > before // self._save_every
+        return every is not None and n // every > before // every
+
+    def _opened_metadata(self) -> MetadataBranch:
+        try:
+            return MetadataBranch(self.store, self._branch, self._group)
+        except BaseException:
+            if self._owns_store:
+                self.store.close()
+            raise
+
+    def _save_metadata(self, metadata: MetadataBranch, n: int, metrics: Mapping[str, Any]) -> None:
+        """Begin a metadata snapshot. None is made while the one before is being written: the next step's will do."""
+        with self._group.during(f"the metadata of step {n}"):
+            outline = metadata.prepare(lambda: self._state.outline(n, _plain_numbers(metrics)))
+            if outline is None:
+                return
+            self._settle()
+            follows = Follows(self._base, self._epoch, tuple(pending.step for pending in self._under_way))
+            metadata.save(outline, follows)
+
+    def _settle(self) -> None:
+        """See which saves are no longer under way, and which is the newest that is durable."""
+        over = [pending for pending in self._under_way if pending.done()]
+        self._under_way = [pending for pending in self._under_way if pending not in over]
+        for pending in over:
+            if pending.is_saved():
+                self._base = pending.wait()
+
+    def _tell_what_was_left(self) -> None:
+        if left := self._state.unselected():
+            _log.warning("resumed at step %d; left as they are, as save= does not name them: %s",
+                         self._resumed_at, ", ".join(left))  # fmt: skip
+        report = self.report
+        if report is not None and (report.missing or report.unexpected or report.mismatched):
+            _log.warning(
+                "resumed at step %d from what does not fit; missing from it: %s; not in the target: %s; different: %s",
+                self._resumed_at, _listed(report.missing), _listed(report.unexpected),
+                _listed([f"{path} ({reason})" for path, reason in report.mismatched]),
+            )  # fmt: skip
 
     def _prune(self) -> None:
         """Drop what `keep` does not want. A failure is logged: the save stands, and the next one prunes again."""
-        if self._keep is None:
+        if self._keep is None or self._group.rank:
             return
         try:
             self.store.prune(self._keep, branch=self._branch)
@@ -237,6 +416,24 @@ class Checkpointer:
                 self._tidied = True
         except (CkstoreError, OSError) as error:
             _log.warning("snapshot saved, but pruning failed: %s", error)
+
+
+def _check_options(
+    periods: Mapping[str, Any], extra: Any, branch: str, when_busy: str, world: int
+) -> None:
+    for name, every in periods.items():
+        if every is not None and (type(every) is not int or every < 1):
+            raise InvalidInputError(f"{name} is a whole number of steps, 1 or more, not {every!r}")
+    if extra is not None and not isinstance(extra, Mapping):
+        kind = type(extra).__name__
+        raise InvalidInputError(f"extra takes objects by name, as in extra={{'ema': ema}}, not a {kind}")
+    name_of("branch", branch)
+    if periods["metadata_every"] is not None:
+        branch_beside(branch)
+    if when_busy not in WHEN_BUSY:
+        raise InvalidInputError(f"when_busy is one of {', '.join(WHEN_BUSY)}, not {when_busy!r}")
+    if world > 1 and when_busy != "wait":
+        raise InvalidInputError(f"when_busy={when_busy!r} is for one process: of several each would decide alone")
 
 
 def _opened(store: Store | str | os.PathLike[str], profile: str | None) -> Store:
@@ -251,6 +448,14 @@ def _policy(keep: int | Retention | Mapping[str, Any] | None) -> Retention | Non
     if keep is None:
         return None
     return Retention(keep_last=keep) if isinstance(keep, int) else Retention.of(keep)
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(paths) or "nothing"
+
+
+def _plain_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    return {name: _plain_number(name, value) for name, value in metrics.items()}
 
 
 def _plain_number(name: str, value: Any) -> int | float:

@@ -1,30 +1,33 @@
-"""A loader over a map-style dataset that can go on in the middle of an epoch."""
+"""A DataLoader over a map-style dataset that can go on in the middle of an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ckstore.errors import InvalidInputError
+from ckstore_torch.batches import Batches, GlobalBatches, LocalBatches
+from ckstore_torch.draws import SeededDataset, checked_seed, derived_seed, is_container
+from ckstore_torch.sampler import ResumableSampler
 
-_OURS = ("sampler", "batch_sampler", "generator")
 
+class SeededLoader(DataLoader[Any]):
+    """Batches of `dataset` whose order and random draws follow from `seed` and the epoch alone.
 
-class SeededLoader:
-    """Batches of `dataset` in an order that follows from `seed` and the epoch alone.
+    Its position is data and counts what was handed out, however much was fetched ahead. Iterating goes on from the
+    position to the end of that epoch and then moves to the next one, so that a restored loader finishes the epoch that
+    it was saved in; saved exactly behind the last batch, the rest of that epoch is empty. Leaving an iteration early
+    leaves the position where it is. `set_epoch`, of the loader or its sampler, moves to another epoch.
 
-    Its position is data: (`epoch`, `batch`), where `batch` counts the batches handed out, however many were fetched
-    ahead. Iterating goes on from the position to the end of that epoch and then moves to the next one, so that a
-    restored loader finishes the epoch that it was saved in; saved exactly behind the last batch, the rest of that
-    epoch is empty. Leaving an iteration early leaves the position where it is.
+    Without a sampler, and with a `ResumableSampler`, the position counts the samples of all ranks, and another number
+    of ranks, of workers or another `batch_size` goes on from it. Other samplers, such as DistributedSampler, are taken
+    if their order follows from the epoch; the position then counts the batches of this rank.
 
-    It draws nothing from the global generators. Random transforms run in this process come back exactly; those in
-    worker processes (`num_workers` > 0) do not, unless they derive their randomness from the sample.
+    It draws nothing from the global generators: the dataset is wrapped in a `SeededDataset`, unless it is a container
+    of samples (tensor, TensorDataset, array, list, range) or says by `repeatable_draws = True` that it needs none.
     Every other option goes to `torch.utils.data.DataLoader`.
     """
 
@@ -32,93 +35,90 @@ class SeededLoader:
         self,
         dataset: Any,
         *,
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        if not 0 <= seed < 2**64:
-            raise InvalidInputError(f"the seed is a whole number from 0 to 2**64 - 1, not {seed}")
-        if batch_size < 1:
+        if isinstance(dataset, IterableDataset):
+            raise InvalidInputError("SeededLoader takes a map-style dataset; for an iterable use StatefulDataLoader")
+        if batch_size is not None and batch_size < 1:
             raise InvalidInputError(f"batch_size is 1 or more, not {batch_size}")
-        if taken := [name for name in _OURS if name in options]:
-            raise InvalidInputError(f"SeededLoader makes its own order; it takes no {', '.join(taken)}")
-        self.dataset = dataset
-        self._order = {"seed": seed, "shuffle": shuffle, "batch_size": batch_size, "drop_last": drop_last}
-        self._options = options
-        self._epoch = 0
-        self._batch = 0
+        if "generator" in options:
+            raise InvalidInputError("SeededLoader takes no generator: order and draws follow from its seed")
+        self._seed = checked_seed(seed)
+        if batch_sampler is not None:
+            if batch_size != 1 or drop_last or shuffle is not None or sampler is not None:
+                raise InvalidInputError("with a batch_sampler there is no batch_size, shuffle, sampler or drop_last")
+            self._batches: Batches = LocalBatches(batch_sampler, seed)
+        else:
+            if sampler is None:
+                sampler = ResumableSampler(dataset, seed=seed, shuffle=shuffle is not False)
+            elif shuffle is not None:
+                raise InvalidInputError("with a sampler there is no shuffle: the order is the sampler's")
+            self._batches = _batched(sampler, batch_size, drop_last, seed)
+        single = batch_sampler is None and batch_size is None
+        where = {"sampler": self._batches, "batch_size": None} if single else {"batch_sampler": self._batches}
+        draws_nothing = is_container(dataset) and options.get("collate_fn") is None
+        repeatable = draws_nothing or getattr(dataset, "repeatable_draws", False)
+        wrapped = dataset if repeatable else SeededDataset(dataset, seed)
+        # A generator of its own: a DataLoader draws the seed of its workers from it, whenever it is iterated, and
+        # from the global one otherwise, which would move the training's own random numbers at a resume.
+        super().__init__(wrapped, generator=torch.Generator(), **where, **options)
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
-        return self._epoch
+        return self._batches.position[0]
 
     @property
     def batch(self) -> int:
         """How many batches of this epoch were handed out."""
-        return self._batch
+        return self._batches.batch
 
-    def __len__(self) -> int:
-        """Batches in a whole epoch."""
-        samples, size = len(self.dataset), self._order["batch_size"]
-        return samples // size if self._order["drop_last"] else -(-samples // size)
+    @property
+    def counts_globally(self) -> bool:
+        """Whether the position is that of all ranks together, so that any number of ranks can go on from it."""
+        return isinstance(self._batches, GlobalBatches)
 
-    def __iter__(self) -> Iterator[Any]:
-        position = self._epoch, self._batch
-        for batch in self._rest_of_epoch():
-            if position != (self._epoch, self._batch):
-                raise InvalidInputError("the loader was moved by another iteration or by load_state_dict")
-            self._batch += 1
-            position = self._epoch, self._batch
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing if this is that epoch already."""
+        if type(epoch) is not int or epoch < 0:
+            raise InvalidInputError(f"an epoch is a whole number from 0, not {epoch!r}")
+        self._batches.move(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._batches.follow()
+        position = self._batches.position
+        self.generator.manual_seed(derived_seed(self._seed, "workers", position[0]))
+        for batch in super().__iter__():
+            self._still_at(position)
+            self._batches.hand_out()
+            position = self._batches.position
             yield batch
-        self._epoch, self._batch = self._epoch + 1, 0
+        self._still_at(position)
+        self._batches.move(position[0] + 1)
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on."""
-        return {"epoch": self._epoch, "batch": self._batch, "samples": len(self.dataset), **self._order}
+        return self._batches.state_dict()
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. `InvalidInputError`, and nothing changed, if the order would not be the same."""
-        here = self.state_dict()
-        different = [f"{name} {here[name]}, saved with {state.get(name)}" for name in here
-                     if name not in ("epoch", "batch") and here[name] != state.get(name)]  # fmt: skip
-        if different:
-            raise InvalidInputError(f"the loader would go on in another order: {'; '.join(different)}")
-        if state["epoch"] < 0 or not 0 <= state["batch"] <= len(self):
-            raise InvalidInputError(f"no such position: epoch {state['epoch']}, batch {state['batch']} of {len(self)}")
-        self._epoch, self._batch = state["epoch"], state["batch"]
+        self._batches.load_state_dict(state)
 
-    def _rest_of_epoch(self) -> DataLoader[Any]:
-        batches = _Batches(self._permutation(), self._batch, len(self), self._order["batch_size"])
-        # A generator of its own: a DataLoader draws the seed of its workers from it, whenever it is iterated, and
-        # from the global one otherwise, which would move the training's own random numbers at a resume.
-        seed = int(np.random.Philox(key=[self._order["seed"], self._epoch], counter=[0, 0, 0, self._batch + 1])
-                   .random_raw() >> np.uint64(1))  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
-        return DataLoader(self.dataset, batch_sampler=batches, generator=generator, **self._options)
-
-    def _permutation(self) -> npt.NDArray[np.int64]:
-        samples = len(self.dataset)
-        if not self._order["shuffle"]:
-            return np.arange(samples)
-        # Raw words of a counter-based generator, sorted: unlike randperm, the same in every version of the libraries.
-        words = np.random.Philox(key=[self._order["seed"], self._epoch]).random_raw(samples)
-        return np.argsort(words, kind="stable")
+    def _still_at(self, position: tuple[int, int]) -> None:
+        if position != self._batches.position:
+            raise InvalidInputError("the loader was moved by another iteration, set_epoch or load_state_dict")
 
 
-class _Batches(Sampler[list[int]]):
-    """The index lists of the batches `start` to `stop` of an order."""
-
-    def __init__(self, order: npt.NDArray[np.int64], start: int, stop: int, size: int) -> None:
-        self._order = order
-        self._numbers = range(start, stop)
-        self._size = size
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in self._numbers:
-            yield self._order[number * self._size : (number + 1) * self._size].tolist()
+def _batched(sampler: Iterable[Any], batch_size: int | None, drop_last: bool, seed: int) -> Batches:
+    if isinstance(sampler, ResumableSampler):
+        return GlobalBatches(sampler, batch_size, drop_last)
+    if batch_size is None:
+        return LocalBatches(sampler, seed)
+    batches: Sampler[list[Any]] = BatchSampler(sampler, batch_size, drop_last)
+    return LocalBatches(batches, seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,10 +58,66 @@ def differences(state: Plain, named: Mapping[str, NamedGenerator]) -> list[str]:
         here, there = _kind_of(named[name]), saved[name]["kind"]
         if here != there:
             found.append(f"{name} is a {here} here and was a {there}")
+        else:
+            found += _why_not(name, lambda name=name: _try(named[name], saved[name]))  # type: ignore[misc]
     here, there = np.random.get_state(legacy=False)["bit_generator"], state["numpy"]["bit_generator"]
     if here != there:
         found.append(f"NumPy's global generator is a {here} here and was a {there}")
+    else:
+        found += _why_not("NumPy's global generator", lambda: _try_numpy(state["numpy"]))
+    found += _why_not("Python's global generator", lambda: random.Random().setstate(_python_tuple(state["python"])))
+    found += _why_not("torch's global generator", lambda: _try_torch(state["torch"], is_cpu=True))
+    for one in state["cuda"]:
+        found += _why_not("a CUDA device's generator", lambda one=one: _try_torch(one, is_cpu=False))  # type: ignore[misc]
     return sorted(found)
+
+
+def fitting(state: Plain, named: Mapping[str, NamedGenerator]) -> tuple[Plain, dict[str, NamedGenerator]] | None:
+    """What of a state that differs can be restored, and into which of `named`; None if the global generators differ."""
+    if differences({**state, "named": {}}, {}):
+        return None
+    alike = [
+        name for name in named.keys() & state["named"].keys()
+        if not differences({**state, "named": {name: state["named"][name]}}, {name: named[name]})
+    ]  # fmt: skip
+    return {**state, "named": {name: state["named"][name] for name in alike}}, {name: named[name] for name in alike}
+
+
+def _why_not(name: str, attempt: Callable[[], object]) -> list[str]:
+    """Why an attempt on a generator of no importance fails; a snapshot may hold anything."""
+    try:
+        attempt()
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        return [f"the state of {name} cannot be used ({type(error).__name__}: {error})"]
+    return []
+
+
+def _try(generator: NamedGenerator, saved: Plain) -> None:
+    match generator:
+        case random.Random():
+            random.Random().setstate(_python_tuple(saved["state"]))
+        case np.random.Generator() if type(generator.bit_generator).__module__.startswith("numpy."):
+            _put_state(np.random.Generator(type(generator.bit_generator)()), saved)
+        case np.random.Generator():  # how another library's is made is not known here
+            pass
+        case np.random.RandomState():
+            _try_numpy(saved["state"])
+        case _:
+            _try_torch(saved["state"], is_cpu=generator.device.type == "cpu")
+
+
+def _try_numpy(saved: Plain) -> None:
+    bits = getattr(np.random, str(saved["bit_generator"]))
+    if not issubclass(bits, np.random.BitGenerator):
+        raise TypeError("it is of no bit generator of NumPy")
+    np.random.RandomState(bits()).set_state(saved)
+
+
+def _try_torch(saved: torch.Tensor, *, is_cpu: bool) -> None:
+    if saved.dtype is not torch.uint8 or saved.dim() != 1:
+        raise TypeError("it is no row of bytes")
+    if is_cpu:
+        torch.Generator().set_state(saved.cpu())
 
 
 def _cuda_is_used() -> bool:
