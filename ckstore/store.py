@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from ckstore import diff as differences
@@ -27,6 +26,7 @@ from ckstore.arguments import (
 )
 from ckstore.backend.base import Backend
 from ckstore.background import Background, ThreadRunner, Wishes
+from ckstore.closing import Closing
 from ckstore.context import Context
 from ckstore.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from ckstore.format import records
@@ -91,7 +91,7 @@ class _Writing:
     nice: int = 0
 
 
-class Store:
+class Store(Closing):
     """An open store. Every method may be called from several threads, and beside any number of other processes."""
 
     def __init__(self, context: Context, writing: _Writing = _Writing()) -> None:
@@ -101,19 +101,6 @@ class Store:
         self._closed = False
         self._epochs: dict[str, int] = {}
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failed:
-            if error is None:
-                raise
-            error.add_note(f"and a save in the background failed: {failed!r}")
 
     def __repr__(self) -> str:
         return f"<ckstore.Store {self.url}>"
@@ -127,6 +114,10 @@ class Store:
         """32 hex digits, the same for every copy of this store."""
         return self._context.config.store
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInputError(f"{self} was closed")
+
     def _check_writable(self) -> None:
         """`FormatError` where a newer version asks writers for what this one does not know; reading goes on."""
         if self._context.config.writer_features:
@@ -138,6 +129,8 @@ class Store:
 
     def close(self) -> None:
         """Wait for saves in the background, and let go of files. Whatever was acknowledged is durable already.
+
+        A closed store begins no saves in the background; whatever else is asked of it opens what it needs again.
 
         Raises what a save in the background failed of, if nobody was told of it yet.
         """
@@ -226,8 +219,7 @@ class Store:
         wishes = Wishes(when_busy, tuple(steady), None if keep is None else Retention.of(keep), tidy)
         request = self._request(step, branch, tags, meta, full, epoch, member)
         with undisturbed("save"), nullcontext() if member is None else member.telling():
-            if self._closed:
-                raise InvalidInputError(f"{self} was closed")
+            self._check_open()
             captured = capture(state, chunk_size=self._context.config.chunk_size)
             background = self._saves_in_background() or self._begin_background()
             return background.save(captured, request, wishes)

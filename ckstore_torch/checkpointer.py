@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import ckstore
 from ckstore import PendingSave, Retention
 from ckstore.arguments import WHEN_BUSY, name_of
+from ckstore.closing import Closing
 from ckstore.errors import CkstoreError, InvalidInputError, NotFoundError, SaveFailedError
 from ckstore_torch.group_state import GroupState, Run
 from ckstore_torch.metadata import Follows, LastKnown, MetadataBranch, branch_beside
@@ -34,7 +34,7 @@ _CONDITIONS = {
 """Why a snapshot is not `latest`, and what to do."""
 
 
-class Checkpointer:
+class Checkpointer(Closing):
     """Saves the whole state of a training run, and brings it back bit by bit.
 
         with Checkpointer("runs/a", model=model, optimizer=optimizer, save_every=100) as checkpointer:
@@ -331,19 +331,6 @@ class Checkpointer:
         """Before a step of an optimizer: what it will change must have been copied."""
         self.store.wait_copied()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failed:
-            if error is None:
-                raise
-            error.add_note(f"and a save in the background failed: {failed!r}")
-
     def _has_snapshot(self) -> bool:
         """Whether there is something to restore; `NotFoundError` if there are only snapshots that `latest` never is."""
         infos = self.store.snapshots(branch=self._branch)
@@ -441,6 +428,8 @@ def _opened(store: Store | str | os.PathLike[str], profile: str | None) -> Store
         return ckstore.open(store, create=True, profile="balanced" if profile is None else profile)
     if profile is not None:
         raise InvalidInputError("profile= is for a store that is opened here; give it to the ckstore.open of this one")
+    if not isinstance(store, ckstore.Store):
+        raise InvalidInputError(f"not a store: {store!r}; give an open ckstore.Store, a path or a URL")
     return store
 
 

@@ -80,7 +80,11 @@ class _Place:
 
     @classmethod
     def of(cls, store: Store | str | os.PathLike[str]) -> _Place:
-        return cls(None, os.fspath(store)) if isinstance(store, str | os.PathLike) else cls(store, store.url)
+        if isinstance(store, str | os.PathLike):
+            return cls(None, os.fspath(store))
+        if not isinstance(store, Store):
+            raise InvalidInputError(f"not a store: {store!r}; give an open ckstore.Store, a path or a URL")
+        return cls(store, store.url)
 
     @contextmanager
     def opened(self, **options: Any) -> Iterator[Store]:

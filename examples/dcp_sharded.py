@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import ckstore
 from ckstore_torch.dcp import StorageReader, StorageWriter
 
 STORE = Path("dcp-store")
@@ -26,7 +27,9 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 weights, moments = get_state_dict(model, optimizer)
 state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": 0}
-if STORE.exists():
+with ckstore.open(STORE, create=True) as store:
+    is_any = bool(store.snapshots())
+if is_any:
     load(state, storage_reader=StorageReader(STORE))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
@@ -41,5 +44,5 @@ weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "step": state["step"] + 100}
 save(state, storage_writer=StorageWriter(STORE, step=state["step"]))
 if dist.get_rank() == 0:
-    print(f"step {state['step']}  loss {loss.item():.4f}  saved by {dist.get_world_size()} ranks")
+    print(f"step {state['step']}  loss {loss.item():.4f}  saved, world size {dist.get_world_size()}")
 dist.destroy_process_group()

@@ -27,7 +27,8 @@ def split(
         raise InvalidInputError(f"unexpected argument {rest[most]!r}; -h shows what there may be")
     if len(rest) < fewest:
         raise InvalidInputError(
-            f"{fewest} arguments are needed besides the store {store!r}, not {len(rest)}; -h shows which"
+            f"{fewest} argument{'s are' if fewest > 1 else ' is'} needed besides the store {store!r}, not {len(rest)}; "
+            "-h shows which"
         )
     return store, rest
 

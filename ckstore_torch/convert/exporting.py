@@ -22,6 +22,7 @@ from ckstore_torch.convert.formats import FORMATS, why_not
 from ckstore_torch.convert.importing import noted
 from ckstore_torch.convert.leaves import Leaf, Selected
 from ckstore_torch.convert.publish import check_free, published
+from ckstore_torch.shards import INDEX
 from ckstore_torch.whole import whole_state
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -88,9 +89,10 @@ def plan_export(
     if format not in FORMATS:
         raise InvalidInputError(f"the format is one of {', '.join(FORMATS)}, not {format!r}")
     snapshot = store.resolve(ref)
-    if snapshot.ranks > 1:
+    is_parted = snapshot.ranks > 1 or _is_sharded(store, snapshot)
+    if is_parted:
         store = _put_together(store, snapshot)
-    source = f"id:{snapshot.id}" if snapshot.ranks == 1 else f"id:{store.resolve().id}"
+    source = f"id:{store.resolve().id if is_parted else snapshot.id}"
     selected = leaves.select(store.show(source).entries, keys)
     judged = [(leaf, why_not(leaf, format)) for leaf in selected.leaves]
     unsupported = _named((leaf, why) for leaf, why in judged if why is not None)
@@ -112,6 +114,12 @@ def plan_export(
         raise InvalidInputError(f"nothing of what was chosen can be held by {format}")
     check_free(out, plan.nbytes)
     return plan
+
+
+def _is_sharded(store: Store, snapshot: SnapshotInfo) -> bool:
+    """Whether it is of `dcp.StorageWriter`, by one rank."""
+    with store.snapshot(f"id:{snapshot.id}") as opened:
+        return INDEX in opened.leaves(0)
 
 
 def _put_together(store: Store, snapshot: SnapshotInfo) -> Store:

@@ -6,13 +6,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ckstore
 from ckstore import PendingSave
+from ckstore.closing import Closing
 from ckstore.errors import (
     BackendError,
     CkstoreError,
@@ -49,7 +49,7 @@ class _UnderWay:
     publish: Publish
 
 
-class TrainerRun:
+class TrainerRun(Closing):
     """Saves and resumes the objects of one trainer. What touches all ranks says so; they call it at the same points.
 
     The store is opened when it is first needed, and again after `close`.
@@ -64,19 +64,6 @@ class TrainerRun:
         self._record: Box[Any] = Box(None)
         self._under_way: list[_UnderWay] = []
         self._failures = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failed:
-            if error is None:
-                raise
-            error.add_note(f"and a save in the background failed: {failed!r}")
 
     @property
     def store(self) -> Store:

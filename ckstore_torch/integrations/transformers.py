@@ -73,11 +73,15 @@ class CkstoreMixin:
                 resume_from_checkpoint = self._newest_folder()
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
-    def _newest_folder(self) -> str | bool:
-        """The folder of the newest good snapshot, made if it is gone; True to let the Trainer look. All ranks."""
+    def _newest_folder(self) -> str | bool | None:
+        """The folder of the newest good snapshot, made if it is gone; True to let the Trainer look, None for a new run.
+
+        On all ranks.
+        """
         newest = self._saves.newest()
         if newest is None:
-            return True
+            own = self._saves.group.lead(lambda: b"" if _last_in(self.args.output_dir) is None else b"there")
+            return True if own else None
         folder = self._folder(newest.step)
 
         def choose() -> bytes:

@@ -114,7 +114,7 @@ def test_a_snapshot_is_exported(shell: Shell, store: Store, tmp_path: Path) -> N
         (["export", "S", "4", "-f", "torch"], 2, "2 arguments are needed"),
         (["export", "S", "4", "out", "-f", "safetensors", "--max-shard-size", "5 apples"], 2, "is not a size"),
         (["import", "S", "none"], 2, "there is nothing at"),
-        (["import", "S"], 2, "1 arguments are needed"),
+        (["import", "S"], 2, "1 argument is needed"),
         (["import", "S", "S", "--profile", "tiny"], 2, "profile"),
         (["import", "none", "S"], 3, "none"),
     ],

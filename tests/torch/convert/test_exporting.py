@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -19,6 +21,7 @@ from ckstore.errors import CkstoreWarning, CorruptionError, InvalidInputError, N
 from ckstore_torch.convert import dcp_folder, formats, shards, torch_file
 from ckstore_torch.convert.exporting import plan_export, run_export
 from ckstore_torch.convert.leaves import Leaf
+from ckstore_torch.dcp import StorageWriter
 from ckstore_torch.shards import part_of
 from tests.torch.convert.samples import bits, kept, training
 
@@ -257,6 +260,17 @@ def test_shared_memory_is_counted_once(store: Store, tmp_path: Path) -> None:
     assert plan_export(store, 1, tmp_path / "out", format="dcp").nbytes == 2150
     store.save({"a": whole[:300], "b": whole[200:500], "c": whole[600:]}, step=2)
     assert plan_export(store, 2, tmp_path / "out", format="torch").nbytes == 900
+
+
+def test_what_one_rank_saved_through_dcp_goes_out_as_it_was_given(store: Store, tmp_path: Path) -> None:
+    weights = torch.arange(6.0).reshape(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        dcp.save({"model": {"w": weights}, "step": 5}, storage_writer=StorageWriter(store, step=5), no_dist=True)
+    run_export(plan_export(store, 5, tmp_path / "out.pt", format="torch"))
+    found = torch_file.load(tmp_path / "out.pt")
+    assert found["step"] == 5
+    torch.testing.assert_close(found["model"]["w"], weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])
