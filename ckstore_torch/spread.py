@@ -9,8 +9,6 @@ when it changes.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,14 +26,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ckstore.errors import FormatError, InvalidInputError
 from ckstore.ids import digest
-from ckstore.state.paths import spell
+from ckstore.state.paths import parse, spell, spell_step
 from ckstore_torch import strided
 from ckstore_torch.ranks import Ranks
 from ckstore_torch.shards import Sharded, part_of
 
 PLACE = "ckstore:tensor"
 """The only key of the mapping that stands for a tensor."""
-_STEP = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^/"])+')
 Tensors = dict[str, torch.Tensor]
 
 
@@ -111,7 +108,7 @@ def _like(mapping: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 def split(name: str) -> list[str]:
     """The steps of a spelled path, those that are no text as they are spelled."""
-    return [json.loads(step) if step.startswith('"') else step for step in _STEP.findall(name)]
+    return [step if isinstance(step, str) else spell_step(step) for step in parse(name)]
 
 
 def places(skeleton: Any) -> Iterator[Any]:
