@@ -7,10 +7,12 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Debian packages of the servers that tests talk to. Those that are missing are not tested, and the last line says so.
+SERVICES := ceph-mon ceph-osd radosgw curl
 BENCH_STAMP := $(VENV)/.installed-bench
 TYPED := ckstore ckstore_torch examples bench
 
-.PHONY: help setup demo test test-long bench lint
+.PHONY: help setup services demo test test-long bench lint
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,6 +30,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (the first time takes minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
 	@touch $@
+
+services: ## install the servers that tests talk to (Debian packages; asks for root)
+	@missing=$$(for package in $(SERVICES); do \
+	    dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || echo $$package; done); \
+	[ -n "$$missing" ] || exit 0; \
+	command -v apt-get >/dev/null || { \
+	    echo "error: this needs Debian's apt-get; install what corresponds to" $$missing >&2; exit 1; }; \
+	[ "$$(id -u)" = 0 ] && root= || root=sudo; \
+	echo "installing" $$missing; \
+	$$root apt-get update -qq && \
+	$$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null
 
 demo: $(STAMP) ## train a small GPT, kill it inside a save, resume, and compare bit by bit (about three minutes)
 	@$(BIN)/python -m examples.demo
@@ -50,4 +63,4 @@ $(BENCH_STAMP): $(STAMP)
 lint: $(STAMP) ## ruff, mypy (strict) and the import layers
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy $(TYPED)
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-cache

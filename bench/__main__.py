@@ -45,6 +45,8 @@ AREAS = {
     "ranks": Area("ranks", "ranks", mib=1024),
     "scale": Area("scale", "scale", mib=4 << 20, rounds=3),
     "memory": Area("memory", "memory", rounds=1),
+    "s3-save": Area("s3", "save", mib=512),
+    "s3-restore": Area("s3", "restore", mib=512),
     "terabyte": Area("memory", "terabyte", mib=1 << 20, rounds=1),
 }
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         BackendError,
         CkstoreError,
         CkstoreWarning,
+        CommittedUnderReplicatedError,
         ConflictError,
         CorruptionError,
         FencedError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ckstore.member import Member
     from ckstore.oneline import restore, save
     from ckstore.pending import PendingSave
+    from ckstore.repair import RepairReport
     from ckstore.retention import Retention
     from ckstore.snapshot import Rows, Snapshot
     from ckstore.state.match import RestoreReport
@@ -58,6 +60,7 @@ __all__ = [
     "BackendError",
     "CkstoreError",
     "CkstoreWarning",
+    "CommittedUnderReplicatedError",
     "ConflictError",
     "CorruptionError",
     "DiffReport",
@@ -70,6 +73,7 @@ __all__ = [
     "NotFoundError",
     "NotSavedError",
     "PendingSave",
+    "RepairReport",
     "RestoreReport",
     "Retention",
     "Rows",
@@ -98,6 +102,7 @@ _HOMES = {
     "SnapshotDetail": ("ckstore.diff", "SnapshotDetail"),
     "DiffReport": ("ckstore.diff", "DiffReport"),
     "Retention": ("ckstore.retention", "Retention"),
+    "RepairReport": ("ckstore.repair", "RepairReport"),
     "RestoreReport": ("ckstore.state.match", "RestoreReport"),
     "VerifyReport": ("ckstore.verify", "VerifyReport"),
     **{name: ("ckstore.errors", name) for name in __all__ if name.endswith(("Error", "Warning"))},

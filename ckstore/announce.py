@@ -20,7 +20,7 @@ from ckstore import layout
 from ckstore.backend.base import Backend
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError
 from ckstore.format import records
-from ckstore.history import Marks, read_marks_about, read_optional
+from ckstore.history import Marks, read_marks, read_marks_about, read_optional
 from ckstore.ids import SaveName, new_nonce
 from ckstore.process import Owner, current_owner
 
@@ -58,13 +58,18 @@ class Renewal:
             self._thread.join()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Announced:
-    """A published save: the parents that it may build on, and the facts as they were read afterwards."""
+    """A published save: the parents that it may build on, and the facts as they were read afterwards.
+
+    What a floor has voided is among `parents` still: `floor.standing` tells. Whoever decides the save says so in
+    `decided`; else it is read.
+    """
 
     record: records.Announcement
     parents: tuple[SaveName, ...]
     marks: Marks
+    decided: bool = False
 
 
 @contextmanager
@@ -84,17 +89,18 @@ def announced(
         data = records.encode(msgspec.structs.replace(record, counter=counter))
         backend.put(name, data, durable=False)
 
+    under = Announced(record, (), Marks())
     publish(0)
     renewal = Renewal(publish, every)
     try:
-        named = tuple(map(SaveName.parse, record.parents))
-        marks = read_marks_about(backend, named)
-        unsafe = marks.removed | marks.quarantined | marks.condemned.keys()
-        parents = tuple(save for save in named if save not in unsafe)
-        yield Announced(record, parents, marks)
+        marks = read_marks(backend)
+        unsafe = marks.removed | marks.quarantined | marks.condemned.keys() | marks.leaving
+        under.parents = tuple(save for save in map(SaveName.parse, record.parents) if save not in unsafe)
+        under.marks = marks
+        yield under
     finally:
         renewal.close()
-        if _is_decided(backend, SaveName.parse(record.save)):
+        if under.decided or _is_decided(backend, SaveName.parse(record.save)):
             # What is left behind delays a remover; it must not turn a durable snapshot into an error.
             with suppress(CkstoreError):
                 backend.delete(name)

@@ -76,7 +76,7 @@ def nice_of(nice: Any) -> int:
     return nice
 
 
-def bandwidth_of(limit: Any) -> int | None:
+def bandwidth_of(limit: Any, name: str = "bandwidth_limit") -> int | None:
     """A rate in bytes a second, None for no limit: a number, or as in "500MB/s" (kB, MB, GB, TB, KiB, MiB ...)."""
     if limit is None:
         return None
@@ -87,7 +87,7 @@ def bandwidth_of(limit: Any) -> int | None:
         rate = int(whole + fraction) * _UNITS[unit] // 10 ** len(fraction)
     if not 4096 <= rate < 2**63:
         raise InvalidInputError(
-            f'bandwidth_limit is a number of bytes a second, 4096 or more, or text such as "500MB/s", not {limit!r}'
+            f'{name} is a number of bytes a second, 4096 or more, or text such as "500MB/s", not {limit!r}'
         )
     return rate
 

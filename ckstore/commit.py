@@ -12,7 +12,15 @@ from ckstore import layout
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, FencedError, NoSpaceError, NotFoundError, SaveFailedError
 from ckstore.format import records
-from ckstore.history import is_void, newest_epoch, read_decision, read_floor, read_marks, read_optional
+from ckstore.history import (
+    is_void,
+    newest_epoch,
+    read_decision,
+    read_floor,
+    read_marks,
+    read_optional,
+    remember,
+)
 from ckstore.ids import SaveName
 from ckstore.process import current_owner
 
@@ -41,7 +49,9 @@ def _create(context: Context, save: SaveName, record: records.Commit | records.R
         if not _won_after_all(context, save, error):
             raise
         created = True
-    if not created and not isinstance(standing := _standing(context, save), type(record)):
+    if created:
+        remember(context, save, record)
+    elif not isinstance(standing := _standing(context, save), type(record)):
         raise given_up(context, record, standing)
     _check_floor(context, save, record)
 

@@ -6,6 +6,7 @@ Every error raised on purpose derives from `CkstoreError`. A cause is chained, n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class CkstoreError(Exception):
@@ -51,7 +52,8 @@ class UnsupportedTypeError(InvalidInputError, TypeError):
         self.path = path
         self.kind = kind
         detail = f": {reason}" if reason else ""
-        super().__init__(f"cannot save {path or 'the state itself'} of type {kind}{detail}")
+        what = f"the value at {path}" if path else "the state itself"
+        super().__init__(f"cannot save {what}, of type {kind}{detail}")
 
 
 class MismatchError(InvalidInputError):
@@ -102,6 +104,29 @@ class SaveFailedError(CkstoreError):
         self.reason = reason
         who = "a rank" if rank is None else f"rank {rank}"
         super().__init__(f"the save of step {step} failed on {who}: {reason}")
+
+
+class CommittedUnderReplicatedError(CkstoreError):
+    """The snapshot is saved, on fewer storages than required; it is never taken back, and the rest follows by itself.
+
+    `snapshot` is its `SnapshotInfo`. It is complete on `complete` storages where `required` are asked for; `failed` are
+    pairs of a storage's name and what it last had to say.
+    """
+
+    snapshot: Any = None
+
+    def __init__(self, save: str, step: int, complete: int, required: int, failed: Sequence[tuple[str, str]]) -> None:
+        self.save = save
+        self.step = step
+        self.complete = complete
+        self.required = required
+        self.failed = tuple(failed)
+        said = "; ".join(f"{name}: {what}" for name, what in self.failed)
+        super().__init__(
+            f"the snapshot of step {step} is saved, but on {complete} of the {required} storages that are required"
+            + (f" ({said})" if said else "")
+            + "; the others get it as soon as they can, `ckstore replicas` shows how far they are"
+        )
 
 
 class FormatError(CkstoreError):

@@ -1,25 +1,31 @@
 """Adding facts about saves: quarantined, cleared, damaged, condemned, removed. Facts are added, never edited.
 
-One exception: whoever published `condemned` may withdraw its own mark before it wrote `removed`.
+Two exceptions: whoever published `condemned` may withdraw its own mark before it wrote `removed`, and whoever made a
+pack whole again deletes the marks of its damage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckstore import layout
+from ckstore import layout, sources
 from ckstore.context import Context
 from ckstore.errors import CorruptionError
 from ckstore.format import records
 from ckstore.history import read_marks
+from ckstore.host import host_name
 from ckstore.ids import SaveName, new_nonce
 from ckstore.process import current_owner
+
+MAX_TEXT = 2000
+"""Characters of a text in a fact: what is told of damage may come from a storage."""
 
 
 def add(context: Context, save: SaveName, fact: str, evidence: Mapping[str, str], *, durable: bool = True) -> str:
     """Publish the mark `fact` of `save`; the name of its object."""
     name = layout.mark(save, fact)
-    record = records.Mark(fact, context.now(), current_owner(), {key: text[:2000] for key, text in evidence.items()})
+    told = {key: text[:MAX_TEXT] for key, text in evidence.items()}
+    record = records.Mark(fact, context.now(), current_owner(), told)
     context.backend.put(name, records.encode(record), durable=durable)
     return name
 
@@ -47,10 +53,27 @@ def mark_damage(context: Context, error: CorruptionError, length: int) -> None:
         return
     save = layout.save_of_pack(error.name)
     number = error.name.rpartition("/")[2]
-    record = records.Damage(error.name, error.offset, length, error.what[:2000], context.now(), current_owner())
+    at, by, storage = context.now(), current_owner(), context.backend.url[:MAX_TEXT]
+    record = records.Damage(error.name, error.offset, length, error.what[:MAX_TEXT], at, by, host_name(), storage)
     context.backend.put(layout.mark(save, f"damaged-{number}-{error.offset}"), records.encode(record))
+
+
+def forget_damage(context: Context, pack: str) -> int:
+    """Delete the marks of damage of a pack that was made whole; how many there were."""
+    save = layout.save_of_pack(pack)
+    prefix = layout.mark(save, f"damaged-{pack.rpartition('/')[2]}-")
+    names = [name for name in context.backend.list(layout.marks(save)) if name.startswith(prefix)]
+    for name in names:
+        context.backend.delete(name)
+    if names:
+        context.backend.sync(layout.MARKS)
+    return len(names)
 
 
 def read(context: Context, name: str) -> records.Mark:
     """The mark in the object `name`; `NotFoundError` if nobody made it."""
-    return records.decode(context.backend.get(name, limit=records.MAX_RECORD), records.Mark, name)
+
+    def read_there(storage: Context) -> records.Mark:
+        return records.decode(storage.backend.get(name, limit=records.MAX_RECORD), records.Mark, name)
+
+    return sources.first(context, name, read_there, absent=False)

@@ -11,37 +11,49 @@ A writer announces itself and then reads proposals; a floor is proposed before s
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from ckstore import layout
-from ckstore.announce import list_announcers
+from ckstore import layout, orphans
+from ckstore.announce import Announced, list_announcers
+from ckstore.commit import abort
 from ckstore.context import Context
-from ckstore.errors import CkstoreError, CorruptionError, FormatError, NoSpaceError
+from ckstore.errors import CkstoreError, ConflictError, CorruptionError, FormatError, NoSpaceError
 from ckstore.format import records
-from ckstore.history import History, list_saves, read_floor, read_history, read_optional
+from ckstore.history import History, is_void, list_saves, read_floor, read_history, read_optional
 from ckstore.ids import SaveName, new_nonce
 from ckstore.relocation import reachable_packs
 
 WORTH_IT = 64
 """Void records that make it worth raising the floor."""
+_ATTEMPTS = 64
 
 
 def new_name(history: History, nonce: str) -> SaveName:
     """A name for a save or a repack that begins now: above every other that was seen, and above the floor."""
     seen = [*history.saves[:1], *list_saves(history.context.backend, layout.SAVES)[:1]]
-    return SaveName(max([save.sequence for save in seen] + [_current(history.context)]) + 1, nonce)
+    current = _current(history.context) if history.floor is None else history.floor
+    return SaveName(max([save.sequence for save in seen] + [current.sequence]) + 1, nonce)
 
 
-def is_below(context: Context, save: SaveName) -> bool:
-    """Whether `save`, which was announced before, is below the floor or one about to be raised: it must not go on."""
+def standing(context: Context, under: Announced) -> Announced | None:
+    """A save that was announced before, without the parents that the floor has voided.
+
+    None if it is itself below the floor or one about to be raised: it must not go on.
+    """
     # Proposals first: one that is withdrawn meanwhile has become the floor.
     proposed = _proposed_sequences(context)
-    return save.sequence < max([_current(context), *proposed])
+    current = _current(context)
+    if SaveName.parse(under.record.save).sequence < max([current.sequence, *proposed]):
+        return None
+    # Marks may have been cleared away with the records that the floor voids. They were read before it.
+    under.parents = tuple(save for save in under.parents if not is_void(current, save))
+    return under
 
 
-def _current(context: Context) -> int:
+def _current(context: Context) -> records.Floor:
     try:
-        return read_floor(context.backend).sequence
+        return read_floor(context.backend)
     except CorruptionError as error:
         hint = "no save begins beside it: put it back from a copy, or delete it while nobody saves"
         raise CorruptionError(f"{error.what}; {hint}", name=error.name) from error
@@ -92,11 +104,7 @@ def _raise(context: Context, least: int) -> int:
         return 0
     before = read_floor(context.backend)
     newest = max((save.sequence for save in list_saves(context.backend, layout.SNAPSHOTS)), default=0)
-    proposal = layout.proposed_floor(new_nonce())
-    proposed = records.Floor(before.number + 1, newest, [])
-    # Durable: a proposal torn by a power cut could be read by nobody, and no save may begin beside one of those.
-    context.backend.put(proposal, records.encode(proposed))
-    try:
+    with _proposed(context, records.Floor(before.number + 1, newest, [])):
         undecided = _undecided(context)
         sequence = min([newest, *(save.sequence for save in undecided)])
         history = read_history(context)
@@ -111,10 +119,55 @@ def _raise(context: Context, least: int) -> int:
             layout.floor(floor.number), records.encode(floor)
         ):
             return 0
-        return _delete_void(context, floor)
+        return clear_away(context, floor)
+
+
+@contextmanager
+def _proposed(context: Context, floor: records.Floor) -> Iterator[None]:
+    """Propose `floor` while the block runs."""
+    proposal = layout.proposed_floor(new_nonce())
+    # Durable: a proposal torn by a power cut could be read by nobody, and no save may begin beside one of those.
+    context.backend.put(proposal, records.encode(floor))
+    try:
+        yield
     finally:
         with suppress(CkstoreError):
             context.backend.delete(proposal)
+
+
+def raise_to(context: Context, sequence: int) -> records.Floor:
+    """Set a floor at `sequence` that lists everything live; what is below and not listed is void from then on.
+
+    Saves under way below it are given up. Where a floor as high is there already, that one is the answer. Nothing is
+    cleared away: that a snapshot was removed is still told to storages that hold it. `ConflictError` if others keep
+    raising floors.
+    """
+    for _ in range(_ATTEMPTS):
+        before = read_floor(context.backend)
+        if before.sequence >= sequence:
+            return before
+        with _proposed(context, records.Floor(before.number + 1, sequence, [])):
+            # Who announced a save before may not know of the proposal: then it is decided now, one way or the other.
+            for save in _undecided(context):
+                if save.sequence < sequence:
+                    abort(context, save, "another storage became the authority")
+            floor = records.Floor(before.number + 1, sequence, _listed(context, sequence))
+            created = context.backend.put_if_absent(layout.floor(floor.number), records.encode(floor))
+        if created:
+            return floor
+    raise ConflictError(f"others keep raising the floor of {context.backend.url}; try again")
+
+
+def _listed(context: Context, sequence: int) -> list[str]:
+    """The saves below `sequence` that a floor there has to list.
+
+    One whose record cannot be read is among them, and then every repack, as it may need any.
+    """
+    history = read_history(context)
+    spent = set(_spent(history))
+    if any(save not in history.marks.removed for save in history.damaged):
+        spent = {save for save in spent if not isinstance(history.decision(save), records.Relocation)}
+    return sorted(str(save) for save in history.saves if save.sequence < sequence and save not in spent)
 
 
 def _spent(history: History) -> list[SaveName]:
@@ -122,7 +175,7 @@ def _spent(history: History) -> list[SaveName]:
 
     A repack of what a repack wrote leaves the first one without packs, but on the way from a manifest to its frames.
     """
-    found, reached = [], reachable_packs(history)
+    found, reached = [], reachable_packs(history) | orphans.needed_packs(history.context)
     for save in history.saves:
         decision = history.decision(save)
         leads_nowhere = isinstance(decision, records.Relocation) and not any(m.old in reached for m in decision.moved)
@@ -136,8 +189,11 @@ def _undecided(context: Context) -> list[SaveName]:
     return [one.save for one in list_announcers(context.backend) if one.save and one.save not in decided]
 
 
-def _delete_void(context: Context, floor: records.Floor) -> int:
-    """Delete void records and the facts about them. A save that still has packs keeps its record, void as it is."""
+def clear_away(context: Context, floor: records.Floor) -> int:
+    """Delete records that `floor`, the newest, voids, and the facts about them; how many records.
+
+    A save that still has packs keeps its record, void as it is.
+    """
     backend = context.backend
     listed = {SaveName.parse(save) for save in floor.live}
     houses = (layout.PACKS, layout.MANIFESTS, layout.PARTS)

@@ -2,26 +2,30 @@
 
     give up: list remains → list who announced them → abort those that nobody will finish
     sweep: list packs → list decided saves → read facts → list commit records → make those durable → free
+    packs of evicted snapshots: mark `freeing` → list saves and pins, read facts → free
 
-A pack is free when the save that wrote it is decided and no live snapshot's closure lists it, or its frames stand in
-other packs now. Each arrow is an order that safety rests on; tests switch them off one at a time.
+A pack is free when the save that wrote it is decided and no live snapshot that is held here lists it in its closure, or
+its frames stand in other packs now. Each arrow is an order that safety rests on; tests switch them off one at a time.
+
+What was removed is never wanted again, what was evicted may be: its packs come back under their names. Whoever brings
+them back says so (`returned`) and then looks for `freeing`; a sweep marks `freeing` and then looks who wants them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from ckstore import layout
+from ckstore import facts, layout, orphans
 from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
 from ckstore.commit import abort
 from ckstore.context import Context
-from ckstore.errors import BackendError, CorruptionError, NoSpaceError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, CorruptionError, NoSpaceError, NotFoundError
 from ckstore.format import records
 from ckstore.history import History, Marks, list_saves, read_history, read_marks, read_optional
-from ckstore.ids import SaveName
+from ckstore.ids import SaveName, new_nonce
 from ckstore.progress import Progress, silent
 
 
@@ -50,9 +54,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """What may be deleted: packs, small objects, and the decided saves whose temporaries may go."""
+    """What may be deleted: packs, small objects, and the decided saves whose temporaries may go.
+
+    `evicted` says which of the packs evicted snapshots list in their closures.
+    """
 
     packs: tuple[str, ...]
+    evicted: Mapping[SaveName, frozenset[str]]
     objects: tuple[str, ...]
     decided: frozenset[SaveName]
     removed: frozenset[SaveName]
@@ -69,11 +77,18 @@ def sweep(context: Context, progress: Progress = silent) -> Sweep:
         context.backend.sync(layout.MARKS)
     sizes = {name: _size(context, name) for name in garbage.packs}
     total = sum(sizes.values())
-    for name, size in sizes.items():
-        if context.backend.delete(name):
-            result.freed_packs += 1
-            result.freed_bytes += size
-            progress(result.freed_bytes, total)
+
+    def free(packs: Iterable[str]) -> None:
+        for name in packs:
+            if context.backend.delete(name):
+                result.freed_packs += 1
+                result.freed_bytes += sizes[name]
+                progress(result.freed_bytes, total)
+
+    evicted = frozenset[str]().union(*garbage.evicted.values())
+    free(name for name in garbage.packs if name not in evicted)  # first: marks may need the room
+    with freeing(context, garbage.evicted) as packs:
+        free(packs)
     for name in garbage.objects:
         result.freed_objects += context.backend.delete(name)
     result.freed_bytes += context.backend.sweep_temporaries({str(save) for save in garbage.decided})
@@ -82,6 +97,36 @@ def sweep(context: Context, progress: Progress = silent) -> Sweep:
     for save in garbage.removed:
         context.decisions.pop(save, None)
     return result
+
+
+@contextmanager
+def freeing(context: Context, evicted: Mapping[SaveName, frozenset[str]]) -> Iterator[list[str]]:
+    """The packs of evicted snapshots that may be deleted in this block, sorted.
+
+    One that somebody depends on again, or brings back, keeps its packs. Costs nothing where none was evicted.
+    """
+    nonce, own = new_nonce(), list[str]()
+    try:
+        for save in evicted:
+            own.append(facts.add(context, save, f"freeing-{nonce}", {}))
+        wanted = _wanted_again(context, evicted) if own else set()
+        yield sorted(frozenset[str]().union(*evicted.values()) - wanted)
+    finally:
+        for name in own:
+            with suppress(CkstoreError):
+                context.backend.delete(name)
+
+
+def _wanted_again(context: Context, evicted: Mapping[SaveName, frozenset[str]]) -> set[str]:
+    """Packs of evicted snapshots that somebody depends on, or that are evicted no more."""
+    announcers = list_announcers(context.backend)
+    marks = read_marks(context.backend)
+    back = (
+        save
+        for save in evicted
+        if save not in marks.evicted.keys() | marks.removed or any(one.depends_on(save) for one in announcers)
+    )
+    return {pack for save in back for pack in evicted[save]}
 
 
 def give_up(context: Context, patience: float = PATIENCE_SECONDS) -> Sweep:
@@ -133,8 +178,10 @@ def _survey(context: Context) -> Garbage:
     _refuse_short_listing(context, decided, _owners([*packs, *manifests, *parts]))
     needed = _needed_packs(history)
     live = {save for save, _ in history.commits()}
+    free = tuple(name for name in packs if layout.owning_save(name) in decided and name not in needed)
     return Garbage(
-        packs=tuple(name for name in packs if layout.owning_save(name) in decided and name not in needed),
+        packs=free,
+        evicted=evicted_packs(history, free),
         objects=(
             *(name for name in manifests if (owner := layout.owning_save(name)) in decided and owner not in live),
             *(name for name in parts if layout.owning_save(name) in decided),
@@ -145,19 +192,23 @@ def _survey(context: Context) -> Garbage:
     )
 
 
+def evicted_packs(history: History, among: Collection[str]) -> dict[SaveName, frozenset[str]]:
+    """For each live snapshot that was evicted the packs `among` these that its closure lists, if there are any."""
+    free, found = frozenset(among) - history.marks.relocated, dict[SaveName, frozenset[str]]()
+    for save, commit in history.commits() if free and history.marks.evicted else ():
+        if save in history.marks.evicted:
+            found[save] = free & _with_moves(history, {pack.name for pack in commit.packs})
+    return {save: packs for save, packs in found.items() if packs}
+
+
 def _needed_packs(history: History) -> set[str]:
-    """The closures of all live snapshots, and the packs that their packs move to.
+    """The closures of all live snapshots that were not evicted, and the packs that their packs move to.
 
     A record that cannot be read may need anything: nothing is freed then.
     """
-    needed = {pack.name for _, commit in history.commits() for pack in commit.packs}
-    # A listing that ran while a repack finished may have missed its new mark and its withdrawn one; a later one cannot.
-    later = functools.cache(lambda: read_marks(history.context.backend))
-    for save, relocation in sorted(history.relocations()):
-        for moved in relocation.moved:
-            if moved.old in needed and (_has_effect(history.marks, save, moved) or _has_effect(later(), save, moved)):
-                needed.add(moved.new)
+    needed = _with_moves(history, {pack.name for _, commit in history.held() for pack in commit.packs})
     needed -= history.marks.relocated
+    needed |= orphans.needed_packs(history.context)
     unreadable = sorted(save for save in history.damaged if save not in history.marks.removed)
     if unreadable:
         raise CorruptionError(
@@ -166,6 +217,18 @@ def _needed_packs(history: History) -> set[str]:
             name=layout.snapshot(unreadable[0]),
         ) from history.damaged[unreadable[0]]
     return needed
+
+
+def _with_moves(history: History, packs: set[str]) -> set[str]:
+    """`packs` and those that frames of them move to."""
+    found = set(packs)
+    # A listing that ran while a repack finished may have missed its new mark and its withdrawn one; a later one cannot.
+    later = functools.cache(lambda: read_marks(history.context.backend))
+    for save, relocation in sorted(history.relocations()):
+        for moved in relocation.moved:
+            if moved.old in found and (_has_effect(history.marks, save, moved) or _has_effect(later(), save, moved)):
+                found.add(moved.new)
+    return found
 
 
 def _has_effect(marks: Marks, save: SaveName, moved: records.Moved) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ckstore import layout
+from ckstore import layout, sources
 from ckstore.backend.base import Backend
 from ckstore.context import Context
 from ckstore.errors import CkstoreWarning, CorruptionError, FormatError, NotFoundError
@@ -23,6 +23,8 @@ from ckstore.ids import SaveName
 
 ELSEWHERE = b""
 """Stands in a decision that is kept in memory for a manifest that its record holds; no manifest is empty."""
+
+_OF_TIERS = ("evicting", "evicted", "returned", "freeing", "verified")
 
 Order = tuple[int, int, str]
 """Epoch, sequence, nonce: what is newer on a branch. Never a clock, never a file time."""
@@ -43,6 +45,19 @@ class Marks:
     """Pack name → nonces of the repacks that are about to move it: no new save may build on it."""
     relocated: frozenset[str] = frozenset()
     """Packs whose live frames stand in other packs."""
+    evicting: dict[SaveName, frozenset[str]] = field(default_factory=dict)
+    """Snapshot → nonces of the evictions that are under way or were done: no new save may build on it."""
+    evicted: dict[SaveName, frozenset[str]] = field(default_factory=dict)
+    """Snapshot → nonces of the evictions that nothing has undone: its packs are on other storages."""
+    freeing: dict[SaveName, frozenset[str]] = field(default_factory=dict)
+    """Evicted snapshot → nonces of the sweeps that free packs of it."""
+    verified: dict[SaveName, frozenset[str]] = field(default_factory=dict)
+    """Snapshot → digests of the closures that were read back and found whole here."""
+
+    @property
+    def leaving(self) -> frozenset[SaveName]:
+        """Snapshots that no new save may build on: their packs are, or may soon be, on other storages only."""
+        return frozenset(self.evicting.keys() | self.evicted.keys())
 
 
 def read_marks(backend: Backend) -> Marks:
@@ -70,6 +85,7 @@ def parse_marks(names: list[str]) -> Marks:
     quarantines: dict[SaveName, set[str]] = defaultdict(set)
     cleared: dict[SaveName, set[str]] = defaultdict(set)
     relocating, relocated = defaultdict(set), set()
+    tiers: dict[str, dict[SaveName, set[str]]] = {kind: defaultdict(set) for kind in _OF_TIERS}
     for name in names:
         try:
             _, spelled, fact = name.split("/", 2)
@@ -95,6 +111,9 @@ def parse_marks(names: list[str]) -> Marks:
                 relocating[f"{layout.PACKS}{save}/{number}"].add(nonce)
             case "relocated":
                 relocated.add(f"{layout.PACKS}{save}/{rest}")
+            case "evicting" | "evicted" | "returned" | "freeing" | "verified":
+                tiers[kind][save].add(rest)
+    evicted = {save: nonces - tiers["returned"].get(save, set()) for save, nonces in tiers["evicted"].items()}
     return Marks(
         {save: frozenset(by) for save, by in condemned.items()},
         frozenset(removed),
@@ -102,25 +121,40 @@ def parse_marks(names: list[str]) -> Marks:
         {pack: frozenset(offsets) for pack, offsets in damaged.items()},
         {pack: frozenset(nonces) for pack, nonces in relocating.items()},
         frozenset(relocated),
+        _frozen(tiers["evicting"]),
+        _frozen(evicted),
+        _frozen(tiers["freeing"]),
+        _frozen(tiers["verified"]),
     )
+
+
+def _frozen(found: Mapping[SaveName, set[str]]) -> dict[SaveName, frozenset[str]]:
+    return {save: frozenset(nonces) for save, nonces in found.items() if nonces}
 
 
 def read_decision(context: Context, save: SaveName) -> records.Decision:
     """What was decided about `save`: `NotFoundError` if nothing yet. Manifests within it are left out (`ELSEWHERE`)."""
     known = context.decisions.get(save)
-    if known is None:
-        known = read_whole_decision(context, save)
-        if isinstance(known, records.Commit):
-            known = _lean(known, context.packs_met)
-            context.packs_met = {pack.name: pack for pack in known.packs}
-        context.decisions[save] = known
-    return known
+    return remember(context, save, read_whole_decision(context, save)) if known is None else known
+
+
+def remember(context: Context, save: SaveName, decision: records.Decision) -> records.Decision:
+    """Keep in memory what was decided about `save`, for good; it comes back as it is kept."""
+    if isinstance(decision, records.Commit):
+        decision = _lean(decision, context.packs_met)
+        context.packs_met = {pack.name: pack for pack in decision.packs}
+    context.decisions[save] = decision
+    return decision
 
 
 def read_whole_decision(context: Context, save: SaveName) -> records.Decision:
     """What was decided about `save`, read anew and with the manifests within it."""
     name = layout.snapshot(save)
-    return records.decode_decision(context.backend.get(name, limit=records.MAX_RECORD), save, name)
+
+    def read_there(storage: Context) -> records.Decision:
+        return records.decode_decision(storage.backend.get(name, limit=records.MAX_RECORD), save, name)
+
+    return sources.first(context, name, read_there, absent=False)
 
 
 def _lean(commit: records.Commit, packs_met: dict[str, records.PackRef]) -> records.Commit:
@@ -155,6 +189,8 @@ class History:
     marks: Marks
     saves: tuple[SaveName, ...]
     """Every decided save that is not void, newest first."""
+    floor: records.Floor | None = None
+    """Below which they are void unless listed; None where it cannot be read."""
     damaged: dict[SaveName, Unreadable] = field(default_factory=dict)
     """Decisions met so far that cannot be read."""
     _epochs: dict[str, Epochs] = field(default_factory=dict)
@@ -180,6 +216,10 @@ class History:
             decision = self.decision(save)
             if isinstance(decision, records.Commit) and branch in (None, decision.branch):
                 yield save, decision
+
+    def held(self) -> Iterator[tuple[SaveName, records.Commit]]:
+        """Live snapshots whose packs are on this storage: not evicted."""
+        return (found for found in self.commits() if found[0] not in self.marks.evicted)
 
     def relocations(self) -> Iterator[tuple[SaveName, records.Relocation]]:
         for save in self.saves:
@@ -344,11 +384,11 @@ def read_history(context: Context) -> History:
         except CorruptionError:
             # It voids nothing then. That brings nothing back that a reader could take for good: what a removed or
             # aborted save wrote is gone. Saves and a new floor need to read it, and refuse.
-            floor = records.Floor(number=0, sequence=0, live=[])
+            return History(context, marks, tuple(decided), None)
         listed = set(floor.live)
         saves = tuple(save for save in decided if save.sequence >= floor.sequence or str(save) in listed)
         if len(saves) == len(decided) or floor.number == number:
-            return History(context, marks, saves)
+            return History(context, marks, saves, floor)
         number = floor.number
 
 

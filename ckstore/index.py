@@ -7,6 +7,8 @@ A hit is a hint: it counts only if its pack is known to be there from elsewhere.
     n <name of the pack>        number
     s <name of a save>/<rank>   nothing: all chunks that this rank saved are in the index
 
+The ids of an encrypted store are hashed with a key of its own before they are kept here, or looked for.
+
 The CRC covers id, entry and the pack's name, so that an entry whose pack was forgotten, or whose number now means
 another pack, is a miss.
 """
@@ -16,10 +18,12 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
 import numpy as np
+from blake3 import blake3
 
 from ckstore import sealed
 from ckstore.format.chunks import ChunkTable, Places, table_of
@@ -41,21 +45,26 @@ _NUMBER = struct.Struct(">I")
 class ChunkIndex:
     """The index of one store. No method ever raises for what is in the cache directory; threads may share it."""
 
-    def __init__(self, environment: sealed.SealedEnvironment) -> None:
+    def __init__(self, environment: sealed.SealedEnvironment, ids_key: bytes | None = None) -> None:
         self._environment = environment
+        self._ids_key = ids_key
         self._names: dict[int, tuple[bytes, str]] = {}
         self._closed = False
 
     @classmethod
-    def open(cls, path: Path, map_size: int = MAP_SIZE) -> ChunkIndex:
-        """The index in the directory `path`, made at the first `add`; several in one process share it."""
-        return cls(sealed.share(path, map_size))
+    def open(cls, path: Path, map_size: int = MAP_SIZE, ids_key: bytes | None = None) -> ChunkIndex:
+        """The index in the directory `path`, made at the first `add`; several in one process share it.
+
+        With `ids_key`, 32 bytes, nobody who reads the directory without it learns an id.
+        """
+        return cls(sealed.share(path, map_size), ids_key)
 
     def get(self, chunk: bytes) -> Location | None:
         """Where `chunk` was last known to be."""
         if self._closed:
             return None
-        return self._environment.read(lambda transaction: self._find(transaction, chunk), None)
+        kept = self._kept(chunk)
+        return self._environment.read(lambda transaction: self._find(transaction, kept), None)
 
     def covers(self, save: SaveName, rank: int = 0) -> bool:
         """Whether the chunks that `rank` saved were added, and no pack was forgotten since."""
@@ -70,6 +79,8 @@ class ChunkIndex:
         """
         if not self._closed:
             table = table_of(b"" if isinstance(locations, Places) else b"".join(ids), locations)
+            if self._ids_key is not None:
+                table = replace(table, raw_ids=b"".join(self._kept(table.id(row)) for row in range(len(table))))
             if not table.has_deltas:
                 self._environment.write(lambda transaction: _add(transaction, _save_key(save, rank), table))
 
@@ -85,6 +96,10 @@ class ChunkIndex:
         if not self._closed:
             self._closed = True
             sealed.release(self._environment)
+
+    def _kept(self, chunk: bytes) -> bytes:
+        """What stands for the id `chunk` here."""
+        return chunk if self._ids_key is None else blake3(chunk, key=self._ids_key).digest()
 
     def _find(self, transaction: lmdb.Transaction[bytes], chunk: bytes) -> Location | None:
         value = transaction.get(b"c" + chunk)

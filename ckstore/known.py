@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from ckstore import layout
+from ckstore import layout, sources
+from ckstore.backend.base import sizes
 from ckstore.context import Context
 from ckstore.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import manifest
@@ -24,6 +25,10 @@ from ckstore.relocation import Relocations
 _LOST = (CorruptionError, FormatError, NotFoundError)
 """A damaged parent is only a lost chance to save space; verify and restore are the ones to report it."""
 
+_FRESH_SECONDS = 5.0
+"""For so long a listing of packs counts as the state of things: whoever deletes a pack against all rules might as well
+do so after the commit."""
+
 
 class Known:
     """The chunks of a save's parents. `find` may be called from several threads."""
@@ -35,6 +40,7 @@ class Known:
         self._marks = marks
         self._moves = Relocations(context, marks.relocated)
         self._sizes: dict[str, int] = {}
+        self._listed: dict[SaveName, tuple[float, dict[str, int] | None]] = {}
         self._usable: dict[str, bool] = {}
         self._tables: list[ChunkLookup] = []
         self._untaught: list[Manifest] = []
@@ -121,10 +127,22 @@ class Known:
     def _is_whole(self, pack: str) -> bool:
         if pack in self._marks.relocating:
             return False
+        listed = self._listed_by(layout.save_of_pack(pack))
+        if listed is not None:
+            return listed.get(pack) == self._sizes[pack]
         try:
             return self._context.backend.stat(pack) == self._sizes[pack]
         except NotFoundError:
             return False
+
+    def _listed_by(self, save: SaveName) -> dict[str, int] | None:
+        """The packs of a save that are there, as they were a moment ago at most; None if a listing does not tell."""
+        now = self._context.monotonic()
+        at, listed = self._listed.get(save, (float("-inf"), None))
+        if now - at > _FRESH_SECONDS:
+            listed = sizes(self._context.backend, f"{layout.PACKS}{save}/")
+            self._listed[save] = now, listed
+        return listed
 
 
 def read_manifest(context: Context, save: SaveName, entry: ManifestRef) -> manifest.Manifest:
@@ -133,13 +151,24 @@ def read_manifest(context: Context, save: SaveName, entry: ManifestRef) -> manif
     if entry.inline is not None:
         name = f"{layout.snapshot(save)} (inline manifest)"
         data = entry.inline if entry.inline != ELSEWHERE else _inline(context, save, entry.rank)
-    elif entry.size > manifest.MAX_MANIFEST:
-        raise FormatError(f"{name} claims {entry.size} bytes, over the limit of {manifest.MAX_MANIFEST}")
+        _check_manifest(data, entry, name)
     else:
-        data = context.backend.get(name, limit=entry.size)
+        data = sources.first(context, name, lambda storage: manifest_bytes(storage, name, entry))
+    return manifest.decode(data, save, entry.rank, name)
+
+
+def manifest_bytes(context: Context, name: str, entry: ManifestRef) -> bytes:
+    """The object `name` of this storage, which is the manifest that `entry` of a commit record names."""
+    if entry.size > manifest.MAX_MANIFEST:
+        raise FormatError(f"{name} claims {entry.size} bytes, over the limit of {manifest.MAX_MANIFEST}")
+    data = context.backend.get(name, limit=entry.size)
+    _check_manifest(data, entry, name)
+    return data
+
+
+def _check_manifest(data: bytes, entry: ManifestRef, name: str) -> None:
     if len(data) != entry.size or digest(data) != entry.hash:
         raise CorruptionError("is not the manifest that its commit record names", name=name)
-    return manifest.decode(data, save, entry.rank, name)
 
 
 def _inline(context: Context, save: SaveName, rank: int) -> bytes:

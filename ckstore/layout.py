@@ -13,6 +13,12 @@
     gc/floor/<n>                records below the newest floor that it does not list are void
     gc/proposed/<nonce>         a floor about to be raised: no new save may begin below it
     reserve/<n>                 space that only prune and gc may spend
+    terms/<n>, <n>+ready        which of several storages is the authority; whether that one is ready for saves
+    terms/<n>+mirrored          this copy holds nothing that the authority since term n does not know
+    terms/filled                this storage has held all there was
+    orphaned/<save>             a decision that a newer term does not know: set aside, never live
+    evidence/<name>/<nonce>     a damaged object as it was found
+    encryption/<n>, …-copy      on an encrypted storage, the only plain objects: its data keys, wrapped by a master key
 
 Names are `/`-separated components of `[A-Za-z0-9._+=-]`, none of them empty, `.` or `..`.
 """
@@ -37,7 +43,18 @@ EPOCHS = "epochs/"
 FLOORS = "gc/floor/"
 PROPOSED_FLOORS = "gc/proposed/"
 RESERVE = "reserve/"
+TERMS = "terms/"
+FILLED = f"{TERMS}filled"
+"""There once a storage has held all there was, since it was made or wiped."""
+ORPHANED = "orphaned/"
+EVIDENCE = "evidence/"
+ENCRYPTION = "encryption/"
 TEMPORARIES = "tmp/"
+HOUSES = (
+    CONFIG, SAVES, PINS, PACKS, MANIFESTS, PARTS, SNAPSHOTS, MARKS, TAGS, EPOCHS, FLOORS, PROPOSED_FLOORS, RESERVE,
+    TERMS, ORPHANED, EVIDENCE, ENCRYPTION, TEMPORARIES,
+)  # fmt: skip
+"""Everything that stands where a store is."""
 
 _NAME = re.compile(r"(?:[A-Za-z0-9_+=-][A-Za-z0-9._+=-]{0,199}/){0,5}[A-Za-z0-9_+=-][A-Za-z0-9._+=-]{0,199}\Z")
 PACK_PATTERN = rf"packs/(?P<save>{SAVE_PATTERN})/(?P<rank>[0-9]{{1,9}})-(?P<number>[0-9]{{1,9}})"
@@ -115,6 +132,45 @@ def proposed_floor(nonce: str) -> str:
 
 def reserve(number: int) -> str:
     return f"{RESERVE}{number}"
+
+
+def term(number: int) -> str:
+    return f"{TERMS}{number:010d}"
+
+
+def term_ready(number: int) -> str:
+    """Beside a term that made another storage the authority: that one holds all that it has to."""
+    return f"{TERMS}{number:010d}+ready"
+
+
+def term_mirrored(number: int) -> str:
+    """Beside it, on a copy: nothing is there that the authority of the reign that this term began does not know."""
+    return f"{TERMS}{number:010d}+mirrored"
+
+
+def orphaned(save: SaveName) -> str:
+    return f"{ORPHANED}{save}"
+
+
+def evidence(name: str, nonce: str) -> str:
+    return f"{EVIDENCE}{name}/{nonce}"
+
+
+def encryption(number: int) -> str:
+    return f"{ENCRYPTION}{number:010d}"
+
+
+def encryption_copy(number: int) -> str:
+    return f"{ENCRYPTION}{number:010d}-copy"
+
+
+def is_foreign(name: str) -> bool:
+    """Whether `name`, which stands at the top of a place, was put there by no store and by no system.
+
+    Hidden names and `lost+found` come with filesystems, desktops and tools: they are in nobody's way.
+    """
+    tops = {house.partition("/")[0] for house in HOUSES}
+    return name not in tops and not name.startswith(".") and name != "lost+found"
 
 
 def owning_save(name: str) -> SaveName | None:

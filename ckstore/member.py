@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckstore.errors import InvalidInputError, SaveFailedError
+from ckstore.errors import CommittedUnderReplicatedError, InvalidInputError, SaveFailedError
 from ckstore.ids import digest
 from ckstore.process import Owner, current_owner
 
@@ -69,8 +69,10 @@ class Member:
             raise SaveFailedError(failed[0], step, failed[1])
 
     def tell(self, error: BaseException) -> None:
-        """Let the others know that this rank failed, unless it is one of them that did."""
-        if self.peers is None or (isinstance(error, SaveFailedError) and error.rank != self.rank):
+        """Let the others know that this rank failed, unless it is one of them that did, or the snapshot is saved."""
+        if self.peers is None or isinstance(error, CommittedUnderReplicatedError):
+            return
+        if isinstance(error, SaveFailedError) and error.rank != self.rank:
             return
         reason = error.reason if isinstance(error, SaveFailedError) else reason_of(error)
         self.peers.tell(self.ordinal, self.rank, reason)

@@ -30,16 +30,22 @@ _WINDOW = 4 << 20
 
 def read_footer(backend: Backend, name: str, size: int) -> FrameTable:
     """The table of the pack `name` of `size` bytes, checked; usually one request."""
+    return read_end(backend, name, size)[0]
+
+
+def read_end(backend: Backend, name: str, size: int) -> tuple[FrameTable, bytes]:
+    """The table of the pack `name` of `size` bytes, checked, and the bytes of the footer that holds it."""
     form.check_size(name, size)
     tail = bytearray(min(size, _TAIL))
     backend.get_into(name, size - len(tail), memoryview(tail))
     trailer = form.decode_trailer(bytes(tail[-form.TRAILER_SIZE :]), name, size)
     start = trailer.offset - (size - len(tail))
     if start >= 0:
-        return form.decode_footer(memoryview(tail)[start : start + trailer.length], trailer, name)
-    footer = bytearray(trailer.length)
-    backend.get_into(name, trailer.offset, memoryview(footer))
-    return form.decode_footer(memoryview(footer), trailer, name)
+        footer = tail[start : start + trailer.length]
+    else:
+        footer = bytearray(trailer.length)
+        backend.get_into(name, trailer.offset, memoryview(footer))
+    return form.decode_footer(footer, trailer, name), bytes(footer)
 
 
 def read_frame(

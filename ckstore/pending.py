@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 
-from ckstore.errors import CkstoreWarning, InvalidInputError, NotSavedError
+from ckstore.errors import CkstoreWarning, CommittedUnderReplicatedError, InvalidInputError, NotSavedError
 from ckstore.info import SnapshotInfo
 from ckstore.latch import Latch
 
@@ -16,7 +16,8 @@ _BEGUN = "begun"
 class PendingSave:
     """A save under way. Every method may be called from any thread of the process that began it.
 
-    An error that nobody has been told of by `wait` or `exception` is raised by the next save and by `close`.
+    An error that nobody has been told of by `wait` or `exception` is raised by the next save and by `close`, but for
+    `CommittedUnderReplicatedError`, which is a `CkstoreWarning` then, as the snapshot is saved.
     """
 
     def __init__(self, step: int) -> None:
@@ -63,8 +64,12 @@ class PendingSave:
         return self._over.is_set()
 
     def is_saved(self) -> bool:
-        """Whether the snapshot is durable."""
+        """Whether the snapshot is durable, on however many storages."""
         return self._info is not None
+
+    def saved(self) -> SnapshotInfo | None:
+        """The snapshot, if it is durable, on however many storages; None if it is not, or not yet."""
+        return self._info
 
     def is_skipped(self) -> bool:
         """Whether it was not made because another one was under way."""
@@ -125,7 +130,9 @@ class PendingSave:
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """It failed, and nothing of it remains."""
+        """It failed, and nothing of it remains; or it is durable on fewer storages than required."""
+        if isinstance(error, CommittedUnderReplicatedError):
+            self._info = error.snapshot
         self._error = error
         self._over.set()
 
@@ -155,9 +162,12 @@ class PendingSave:
         return self._error is not None and not self._told
 
     def untold(self) -> BaseException | None:
-        """The error that nobody was told of; from now on somebody was."""
+        """The error that nobody was told of and that is to be raised; from now on somebody was."""
         error = self._error if self.has_untold() else None
         self._told = self._told or error is not None
+        if isinstance(error, CommittedUnderReplicatedError):
+            warnings.warn(str(error), CkstoreWarning, stacklevel=4)
+            return None
         return error
 
 

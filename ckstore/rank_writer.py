@@ -10,6 +10,7 @@ from ckstore.context import Context
 from ckstore.deltas import Held, deltas_from
 from ckstore.format import manifest, records
 from ckstore.format.chunks import ChunkTable, Ids, Places, table_of
+from ckstore.host import host_name
 from ckstore.ids import SaveName, digest
 from ckstore.known import Known
 from ckstore.state.capture import Captured
@@ -66,6 +67,6 @@ def teach_index(context: Context, save: SaveName, written: Written) -> None:
 
 def _put_manifest(context: Context, share: Share, data: bytes) -> records.ManifestRef:
     if len(data) <= INLINE_BYTES // share.world:
-        return records.ManifestRef(share.rank, len(data), digest(data), data)
+        return records.ManifestRef(share.rank, len(data), digest(data), data, host_name())
     context.backend.put(layout.manifest(share.save, share.rank), data)
-    return records.ManifestRef(share.rank, len(data), digest(data))
+    return records.ManifestRef(share.rank, len(data), digest(data), host=host_name())

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
-from ckstore import facts, layout
+from ckstore import facts, layout, sources
 from ckstore.context import Context
 from ckstore.errors import CorruptionError, FormatError, NotFoundError
 from ckstore.format.manifest import Base, Location, Manifest
@@ -67,7 +67,8 @@ class Relocations:
             name = mark_name(pack)
             try:
                 by = facts.read(self._context, name).evidence.get("by", "")
-                record = read_decision(self._context, SaveName.parse(by))
+                save = SaveName.parse(by)
+                record = sources.first(self._context, layout.snapshot(save), lambda there: read_decision(there, save))
             except NotFoundError as error:
                 raise CorruptionError("it was moved, but the record of that is missing", name=pack) from error
             if not isinstance(record, Relocation) or is_void(read_floor(self._context.backend), SaveName.parse(by)):

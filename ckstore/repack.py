@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from ckstore import codec, facts, floor, layout
+from ckstore import codec, facts, floor, layout, orphans
 from ckstore.announce import announced, list_announcers
 from ckstore.commit import commit, discard
 from ckstore.context import Context
@@ -71,8 +71,8 @@ def repack(context: Context, sparse: float = SPARSE, progress: Progress = silent
     record = records.Announcement(
         save=str(save), branch="repack", step=0, epoch=0, parents=[], owner=current_owner()
     )  # a repack builds on no snapshot: it only reads packs that its own marks keep others from building on
-    with announced(context.backend, record):
-        if floor.is_below(context, save):
+    with announced(context.backend, record) as under:
+        if floor.standing(context, under) is None:
             discard(context, save, "its sequence is below the floor")
             return 0
         relocation = _copied(context, save, victims, sparse, progress)
@@ -164,12 +164,15 @@ def _relocating(pack: str, nonce: str) -> str:
 def _uses(context: Context, history: History) -> dict[str, _Use]:
     """What live snapshots need of every pack. Packs of a snapshot that cannot be read are left out."""
     uses: dict[str, _Use] = {}
-    doubtful: set[str] = set()
+    doubtful = orphans.needed_packs(context)  # whole: nobody looks for their frames elsewhere
     moves = Relocations(context, history.marks.relocated)
     commits = list(history.commits())
     if any(save not in history.marks.removed for save in history.damaged):
         return {}  # a record that cannot be read may need any frame of any pack
     for save, record in commits:
+        if save in history.marks.leaving:  # its packs stay as they were verified on another storage
+            doubtful |= {pack.name for pack in (*record.packs, *moves.packs(record.packs))}
+            continue
         try:
             closure = moves.packs(record.packs)
             for entry in record.manifests:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckstore import facts, layout, refs
+from ckstore import facts, layout, refs, sources
 from ckstore.announce import pinned
 from ckstore.context import Context
 from ckstore.errors import (
@@ -21,13 +21,13 @@ from ckstore.errors import (
     MismatchError,
     NotFoundError,
 )
+from ckstore.evicted import holding
 from ckstore.format.manifest import Manifest
 from ckstore.format.records import Commit
 from ckstore.history import History, Marks, read_history
 from ckstore.ids import SaveName
 from ckstore.opened import Opened, open_commit
-from ckstore.reader import check_packs, pieces, read_pieces
-from ckstore.runs import Piece
+from ckstore.reader import check_blobs, check_packs, pieces, read_pieces
 from ckstore.state import build as building
 from ckstore.state import match as matching
 from ckstore.state.match import RestoreReport
@@ -56,7 +56,7 @@ class RestoreRequest:
 
 def restore(context: Context, ref: refs.Ref, request: RestoreRequest) -> Any:
     """The state (or the parts that `keys` match) as it was saved."""
-    return _from_best(context, ref, "restore", lambda commit, marks: _read_state(context, commit, marks, request))
+    return _from_best(context, ref, "restore", lambda there, commit, marks: _read_state(there, commit, marks, request))
 
 
 def restore_into(context: Context, ref: refs.Ref, target: Any, request: RestoreRequest) -> RestoreReport:
@@ -68,17 +68,17 @@ def restore_into(context: Context, ref: refs.Ref, target: Any, request: RestoreR
     """
     touched = False
 
-    def fill(commit: Commit, marks: Marks) -> RestoreReport:
+    def fill(there: Context, commit: Commit, marks: Marks) -> RestoreReport:
         nonlocal touched
-        opened = _opened(context, commit, marks, request.rank)
+        opened = _opened(there, commit, marks, request.rank)
         manifest = opened.manifest
         plan = _planned(opened, target, request)
         if request.atomic:
-            _verify_blobs(context, opened, plan.blobs)
+            check_blobs(there, manifest, plan.blobs, opened.paths)
         direct = {blob: memory for blob in plan.blobs if (memory := plan.direct(blob)) is not None}
         buffers = allocated(manifest, [blob for blob in plan.blobs if blob not in direct]) | direct
         touched = True
-        read_pieces(context, pieces(manifest, buffers, opened.paths))
+        read_pieces(there, pieces(manifest, buffers, opened.paths))
         plan.finish(buffers)
         return plan.report
 
@@ -100,8 +100,9 @@ def restore_into(context: Context, ref: refs.Ref, target: Any, request: RestoreR
         raise
 
 
-def _from_best(context: Context, ref: refs.Ref, purpose: str, read: Callable[[Commit, Marks], T]) -> T:
-    """Give `read` the best snapshot that `ref` means; on damage quarantine it and, if the ref floats, try the next."""
+def _from_best(context: Context, ref: refs.Ref, purpose: str, read: Callable[[Context, Commit, Marks], T]) -> T:
+    """Give `read` the best snapshot that `ref` means, and where its packs are; on damage quarantine it and, if the ref
+    floats, try the next."""
     failed: dict[SaveName, CkstoreError] = {}
     history = read_history(context)
     ref = refs.settle(history, ref)
@@ -110,8 +111,9 @@ def _from_best(context: Context, ref: refs.Ref, purpose: str, read: Callable[[Co
             with pinned(context.backend, purpose, [save]) as marks:
                 if save in marks.removed:
                     raise NotFoundError(f"snapshot {save.nonce} (step {commit.step}) was just removed")
-                check_packs(context, commit, marks)
-                found = read(commit, marks)
+                with holding(context, save, marks, purpose) as (there, marks):
+                    check_packs(there, commit, marks)
+                    found = read(there, commit, marks)
         except _RefusedError as refused:
             raise refused.error from None
         except (CorruptionError, FormatError, NotFoundError) as error:
@@ -176,9 +178,14 @@ def judge(
         warnings.warn(f"step {commit.step} ({save.nonce}) cannot be read by this version: {error}", CkstoreWarning,
                       stacklevel=5)  # fmt: skip
         return error
-    with suppress(CkstoreError):
-        facts.quarantine(context, save, {"error": str(found), "during": "restore"})
-    what = f"step {commit.step} ({save.nonce}) is damaged and was set aside: {found}"
+    if silent := sources.unreached(context):
+        # What they hold is not known, so that it is not known that the snapshot is lost.
+        aside = f"was passed over, but not set aside, as {', '.join(silent)} did not answer"
+    else:
+        aside = "was set aside"
+        with suppress(CkstoreError):
+            facts.quarantine(context, save, {"error": str(found), "during": "restore"})
+    what = f"step {commit.step} ({save.nonce}) is damaged and {aside}: {found}"
     warnings.warn(what, CkstoreWarning, stacklevel=5)
     return found
 
@@ -218,16 +225,3 @@ def allocated(manifest: Manifest, blobs: Iterable[int]) -> dict[int, memoryview]
     except (MemoryError, ValueError) as error:
         what = f"this restore needs {sum(sizes.values())} bytes of memory, more than there is; choose a part with keys="
         raise _RefusedError(InvalidInputError(what)) from error
-
-
-def _verify_blobs(context: Context, opened: Opened, blobs: Iterable[int]) -> None:
-    """Read and check every chunk of `blobs`, keeping none."""
-    manifest = opened.manifest
-    rows = manifest.chunks_of_blob()
-    checked = []
-    for blob in blobs:
-        path = opened.paths.get(blob, "")
-        for index, row in enumerate(rows[blob]):
-            size = manifest.plain_size(blob, index)
-            checked.append(Piece(manifest.ids[row], manifest.locations[row], size, path))
-    read_pieces(context, checked)

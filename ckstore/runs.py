@@ -98,14 +98,19 @@ def read_run(backend: Backend, run: Run) -> list[Piece]:
 
     `BackendError` and `FormatError` pass through: they say nothing about the bytes.
     """
+    try:
+        return fill_run(backend, run)
+    except (CorruptionError, NotFoundError):
+        return run.pieces
+
+
+def fill_run(backend: Backend, run: Run) -> list[Piece]:
+    """`read_run`, but for a pack that is missing or too short, which raises `NotFoundError` or `CorruptionError`."""
     if not run.pieces[0]._is_simple:
         return run.pieces
     views = _views(run)
     first = run.pieces[0].place
-    try:
-        get_parts(backend, first.pack, first.offset, views)
-    except (CorruptionError, NotFoundError):
-        return run.pieces
+    get_parts(backend, first.pack, first.offset, views)
     return [piece for piece, stored in zip(run.pieces, views, strict=True) if not _took(piece, stored)]
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ckstore import floor, layout, rank_writer, together
 from ckstore.announce import announced
+from ckstore.backend.base import first
 from ckstore.commit import (
     BELOW_FLOOR,
     check_epoch,
@@ -113,15 +116,21 @@ def _lead(context: Context, captured: Captured, request: SaveRequest, named: Nam
     member = request.member
     world, every = (1, None) if member is None else (member.world, together.RENEW_SECONDS)
     for attempt in range(ATTEMPTS):
-        history = read_history(context)
-        if member is not None:
-            _check_first_try(history, member, request.step)
-        announcement = _announcement(context, history, request, attempt)
+        announcement = _next_announcement(context, request) if attempt == 0 else None
+        going_on = announcement is not None
+        if announcement is None:
+            history = read_history(context)
+            if member is not None:
+                _check_first_try(history, member, request.step)
+            announcement = _announcement(context, history, request, attempt)
         name = SaveName.parse(announcement.save)
         with announced(context.backend, announcement, every) as under:
-            if floor.is_below(context, name):
+            if floor.standing(context, under) is None:
                 # gc is clearing away old records and may not have seen this announcement: take a newer name.
                 discard(context, name, BELOW_FLOOR)
+                continue
+            if going_on and (not under.parents or str(under.parents[0]) != announcement.parents[0]):
+                discard(context, name, "what it was to go on from was set aside or removed")
                 continue
             known = Known(context, () if request.full else under.parents, under.marks)
             try:
@@ -139,7 +148,9 @@ def _lead(context: Context, captured: Captured, request: SaveRequest, named: Nam
                     raise given_up(context, announcement, aborted) from error
                 raise
             commit(context, record)
+            under.decided = True
             tagged = _set_tags(context, name, request.tags)
+        context.recent[request.branch] = announcement
         rank_writer.teach_index(context, name, written)
         return Saved(record, tagged)
     raise ConflictError("gc kept clearing away the names chosen for this save; try again")
@@ -237,6 +248,35 @@ def settle(context: Context, name: SaveName, request: SaveRequest) -> Saved | No
     return Saved(decision, () if rank else _set_tags(context, name, request.tags))
 
 
+def _next_announcement(context: Context, request: SaveRequest) -> records.Announcement | None:
+    """What `_announcement` would give, without reading a long history again; None if that has to be read.
+
+    A run that opened an epoch goes on from what it saved last as long as nobody has decided anything since. Facts,
+    floors and epochs that are newer are seen all the same, as they are read once the save is announced.
+    """
+    before = context.recent.get(request.branch)
+    if before is None or request.epoch != before.epoch or request.member is not None:
+        return None
+    last = SaveName.parse(before.save)
+    if first(context.backend, layout.SNAPSHOTS) != layout.snapshot(last):
+        return None
+    others = [parent for parent in before.parents if _branch_of(context, parent) not in (None, request.branch)]
+    return msgspec.structs.replace(
+        before,
+        save=str(SaveName(last.sequence + 1, new_nonce())),
+        step=request.step,
+        parents=[before.save, *others],
+        owner=current_owner(),
+        attempt=0,
+    )
+
+
+def _branch_of(context: Context, save: str) -> str | None:
+    """The branch of a snapshot whose record was read before."""
+    known = context.decisions.get(SaveName.parse(save))
+    return known.branch if isinstance(known, records.Commit) else None
+
+
 def _announcement(context: Context, history: History, request: SaveRequest, attempt: int) -> records.Announcement:
     epochs = history.epochs(request.branch)
     epoch = epochs.newest if request.epoch is None else request.epoch
@@ -260,6 +300,7 @@ def _announcement(context: Context, history: History, request: SaveRequest, atte
 def _parents(history: History, branch: str) -> list[SaveName]:
     """The newest good snapshot of the branch first, then the newest of other branches: what a save may resemble."""
     unsafe = history.marks.quarantined | history.marks.condemned.keys()
+    unsafe |= history.marks.leaving
     newest: dict[str, SaveName] = {}
     for looked_at, (save, record) in enumerate(history.commits()):
         if looked_at >= _MOST_LOOKED_AT and branch in newest:

@@ -19,6 +19,7 @@ from ckstore import refs
 from ckstore.announce import pinned
 from ckstore.context import Context
 from ckstore.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
+from ckstore.evicted import holding
 from ckstore.format.records import Commit
 from ckstore.history import Marks, read_history, read_tags
 from ckstore.ids import SaveName
@@ -81,9 +82,10 @@ class Snapshot:
         return len(self._commit.manifests)
 
     def leaves(self, rank: int = 0) -> dict[str, Entry]:
-        """Every leaf that `rank` saved, by path."""
+        """Every leaf that `rank` saved, by path, those of a dict in the order in which it held them."""
         if rank not in self._leaves:
-            self._leaves[rank] = {entry.path: entry for entry in entries(self._open(rank).tree)}
+            opened = self._open(rank)
+            self._leaves[rank] = {entry.path: entry for entry in entries(opened.tree, opened.order)}
         return self._leaves[rank]
 
     def state(self, rank: int = 0, keys: str | Iterable[str] | None = None) -> Any:
@@ -260,13 +262,14 @@ def open_snapshot(context: Context, ref: refs.Ref) -> Snapshot:
                 marks = closing.enter_context(pinned(context.backend, "restore", [save]))
                 if save in marks.removed:
                     raise NotFoundError(f"snapshot {save.nonce} (step {commit.step}) was just removed")
-                check_packs(context, commit, marks)
+                there, marks = closing.enter_context(holding(context, save, marks, "restore"))
+                check_packs(there, commit, marks)
             except (CorruptionError, NotFoundError) as error:
                 failed = judge(context, save, commit, error)
                 if not ref.floats:
                     raise failed from error
                 continue
-            snapshot = Snapshot(context, save, commit, marks, info)
+            snapshot = Snapshot(there, save, commit, marks, info)
             snapshot._closing = closing.pop_all()
             return snapshot
     raise NotFoundError("there is no good snapshot that can be read") if failed is None else failed

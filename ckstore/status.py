@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckstore import layout
+from ckstore import evidence, layout
 from ckstore.announce import list_announcers
 from ckstore.context import Context
 from ckstore.errors import CorruptionError, NotFoundError
@@ -44,6 +44,8 @@ class StatusReport:
     logical_bytes: int = 0
     reclaimable_bytes: int = 0
     blocked: str = ""
+    evidence_bytes: int = 0
+    evicted: list[str] = field(default_factory=list)
 
 
 def status(context: Context) -> StatusReport:
@@ -57,6 +59,7 @@ def status(context: Context) -> StatusReport:
     report.logical_bytes = sum(commit.logical_bytes for commit in live.values())
     report.quarantined = [save.nonce for save in live if save in history.marks.quarantined]
     report.condemned = [save.nonce for save in live if save in history.marks.condemned]
+    report.evicted = [save.nonce for save in live if save in history.marks.evicted]
     report.removed = len(history.marks.removed)
     report.damaged_frames = sum(map(len, history.marks.damaged.values()))
     report.unreadable = [save.nonce for save in sorted(history.damaged) if save not in history.marks.removed]
@@ -71,6 +74,7 @@ def status(context: Context) -> StatusReport:
             report.packs += 1
         except NotFoundError:
             continue
+    report.evidence_bytes = evidence.kept_bytes(context)
     try:
         report.reclaimable_bytes = plan_sweep(context).freed_bytes + plan_repack(context)
     except CorruptionError as error:

@@ -8,10 +8,11 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckstore import diff as differences
-from ckstore import facts, gc, layout, prune, refs, repack, restorer, saver, takeover, upkeep
+from ckstore import evidence, facts, gc, layout, prune, refs, repack, restorer, saver, takeover, upkeep
+from ckstore import repair as repairs
 from ckstore import status as statuses
 from ckstore.announce import PATIENCE_SECONDS, pinned
 from ckstore.arguments import (
@@ -35,17 +36,25 @@ from ckstore.ids import SaveName, check_label
 from ckstore.info import SnapshotInfo, snapshot_infos, state_of
 from ckstore.member import Member
 from ckstore.meta import encode_meta
-from ckstore.opening import open_context
+from ckstore.opening import open_context, warn_of_single_writer
 from ckstore.pending import PendingSave
 from ckstore.progress import Progress, silent
 from ckstore.prune import PruneReport
 from ckstore.reentry import undisturbed
+from ckstore.repair import RepairReport
+from ckstore.replicas.group import Replicas
+from ckstore.replicas.opened import open_with_replicas
+from ckstore.replicas.shipping import DEADLINE_SECONDS
+from ckstore.replicas.wanted import deadline_of, wanted_of
 from ckstore.retention import Retention
 from ckstore.snapshot import Snapshot, open_snapshot
 from ckstore.state.capture import capture
 from ckstore.tags import put_tag, refuse_removed
+from ckstore.tiers.group import Tiers
 from ckstore.verify import Verifier, VerifyReport
 from ckstore.writer.client import WriterClient
+
+T = TypeVar("T")
 
 
 def open_store(
@@ -58,6 +67,10 @@ def open_store(
     staging_limit: int | None = None,
     writer_nice: int = 0,
     bandwidth_limit: int | str | None = None,
+    encryption_key: str | None = None,
+    replicas: Iterable[Mapping[str, Any]] | None = None,
+    required: int | None = None,
+    replica_deadline: float = DEADLINE_SECONDS,
 ) -> Store:
     """Open the store at `url`: a path, a `file://` URL or `memory://name`. With `create`, make it if there is none.
 
@@ -73,13 +86,31 @@ def open_store(
     repacks into the store of all processes on this machine together that have a limit and use the same `cache_dir`. The
     last opening with a limit, in any of them, sets it for all; a process none of whose openings had one has no limit.
     Where the directory cannot be written to, or its filesystem has no locks, each process keeps to the limit by itself.
+
+    `encryption_key` says where the master key of an encrypted storage is read: "file:PATH", "env:NAME" or
+    "command:WORDS" (docs/encryption.md), never the key itself. A store that is made with it is encrypted; one that is
+    there must be. The process that writes reads the key there as well.
+
+    `replicas` are other storages of the store, each `{"url": ..., "role": "copy"}`, with an `encryption_key` of its own
+    if it has one: what is saved here is copied there (docs/replicas.md). The first time makes them copies; later they
+    are known, and need not be named. `required` is on how many storages, this one included, a snapshot is complete
+    before a save reports success (by default 1); after `replica_deadline` seconds the save raises
+    `CommittedUnderReplicatedError`: the snapshot stands, and the rest follows. A copy that is opened can be read. Where
+    `url` is gone, the store is opened for reading at the first replica that has it, with a `CkstoreWarning`.
     """
     limit = None if staging_limit is None else staging_limit_of(staging_limit)
     nice = nice_of(writer_nice)
     # What is given as a place can be opened by another process, unless it is in the memory of this one.
     shared = isinstance(url, str | os.PathLike)
-    context = open_context(url, create, profile, cache_dir, chunk_size, bandwidth_limit)
-    return Store(context, _Writing(shared and not context.backend.url.startswith("memory:"), limit, nice))
+    wanted, deadline = wanted_of(replicas, required), deadline_of(replica_deadline)
+
+    def open_one(place: Any, create: bool, key: str | None) -> Context:
+        return open_context(place, create, profile, cache_dir, chunk_size, bandwidth_limit, key)
+
+    context, group = open_with_replicas(open_one, url, create, encryption_key, wanted, deadline)
+    warn_of_single_writer(context.backend)
+    shared = shared and not wanted.backends and not any(place.startswith("memory:") for place in group.urls)
+    return Store(context, _Writing(shared, limit, nice), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +125,11 @@ class _Writing:
 class Store(Closing):
     """An open store. Every method may be called from several threads, and beside any number of other processes."""
 
-    def __init__(self, context: Context, writing: _Writing = _Writing()) -> None:
+    def __init__(self, context: Context, writing: _Writing = _Writing(), replicas: Replicas | None = None) -> None:
+        self.replicas = replicas or Replicas(context)
+        """The storages of the store: how far each is, and what is done with them."""
+        self.tiers = Tiers(context, self.replicas)
+        """The same as tiers: where each snapshot is whole, and bringing snapshots to and from lower ones."""
         self._context = context
         self._writing = writing
         self._background: Background | None = None
@@ -114,12 +149,22 @@ class Store(Closing):
         """32 hex digits, the same for every copy of this store."""
         return self._context.config.store
 
+    @property
+    def encryption_key(self) -> str | None:
+        """Where the master key of its storage is read, as `ckstore.open` was told; None if it was told nothing."""
+        return self._context.encryption_key
+
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError(f"{self} was closed")
 
     def _check_writable(self) -> None:
-        """`FormatError` where a newer version asks writers for what this one does not know; reading goes on."""
+        """Refuse to write on a copy, and what `_check_features` refuses; reading goes on."""
+        self._check_features()
+        self.replicas.check_writable()
+
+    def _check_features(self) -> None:
+        """`FormatError` where a newer version asks writers for what this one does not know."""
         if self._context.config.writer_features:
             wanted = ", ".join(self._context.config.writer_features)
             raise FormatError(
@@ -140,6 +185,7 @@ class Store(Closing):
                 if (background := self._saves_in_background()) is not None:
                     background.close()
             finally:
+                self.replicas.close()
                 self._context.index.close()
                 self._context.backend.close()
 
@@ -175,7 +221,7 @@ class Store(Closing):
                 background.raise_failed()
                 background.flush()
             captured = capture(state, chunk_size=self._context.config.chunk_size)
-            saved = saver.save(self._context, captured, request)
+            saved = self.replicas.save(captured, request)
         return SnapshotInfo.of(saved.record, saved.tags)
 
     def save_async(
@@ -261,8 +307,9 @@ class Store(Closing):
 
     def _begin_background(self) -> Background:
         writing = self._writing
-        runner = WriterClient(self._context, writing.nice) if writing.process else ThreadRunner(self._context)
-        made = Background(self._context, runner, writing.limit)
+        context, replicas = self._context, self.replicas
+        runner = WriterClient(context, writing.nice, replicas) if writing.process else ThreadRunner(context, replicas)
+        made = Background(context, runner, writing.limit, replicas)
         with self._lock:  # held for no longer than that: a fork in another thread would take it along
             found = self._saves_in_background()
             if found is None and not self._closed:
@@ -349,7 +396,7 @@ class Store(Closing):
         with pinned(self._context.backend, f"tag {name}", [save]) as marks:
             refuse_removed(save, marks.removed | marks.condemned.keys())
             put_tag(self._context, name, save)
-        return self._find(f"id:{info.id}")[1]
+        return self._followed(self._find(f"id:{info.id}")[1])
 
     def untag(self, name: str) -> None:
         """Forget a name; `NotFoundError` if there is none."""
@@ -357,6 +404,7 @@ class Store(Closing):
         if not self._context.backend.delete(layout.tag(check_label("tag", name))):
             raise NotFoundError(f"there is no tag {name!r}")
         self._context.backend.sync(layout.TAGS)
+        self.replicas.look()
 
     def tags(self) -> dict[str, str]:
         """Every tag and the id of its snapshot."""
@@ -388,12 +436,12 @@ class Store(Closing):
         if dry_run:
             return prune.report_plan(prune.plan_prune(self._context, checked, branch))
         self._check_writable()
-        return upkeep.prune_store(self._context, checked, branch, progress)
+        return self._followed(upkeep.prune_store(self._context, checked, branch, progress))
 
     def drop(self, ref: str | int, *, force: bool = False, progress: Progress = silent) -> PruneReport:
         """Remove one snapshot, even one whose record cannot be read; the last good one of a branch with `force`."""
         self._check_writable()
-        return upkeep.drop(self._context, self._droppable(ref, force), force, progress)
+        return self._followed(upkeep.drop(self._context, self._droppable(ref, force), force, progress))
 
     def gc(
         self, dry_run: bool = False, *, patience: float = PATIENCE_SECONDS, progress: Progress = silent
@@ -409,7 +457,31 @@ class Store(Closing):
             planned.freed_bytes += repack.plan_repack(self._context)
             return planned
         self._check_writable()
-        return upkeep.collect(self._context, patience, progress)
+        return self._followed(upkeep.collect(self._context, patience, progress))
+
+    def repair(
+        self,
+        sources: Iterable[str | os.PathLike[str] | Backend] = (),
+        *,
+        dry_run: bool = False,
+        progress: Progress = silent,
+    ) -> RepairReport:
+        """Read and check everything here, and put back what another storage of the store has of what is not whole.
+
+        `sources` are places of copies of this store, asked before the members that are known anyway. What was damaged
+        is kept below `evidence/`. Snapshots that were set aside for what was mended are cleared; those that stay
+        damaged are set aside. With `dry_run` nothing changes.
+        """
+        if not dry_run:
+            self._check_features()
+        places = [os.fspath(place) if isinstance(place, os.PathLike) else place for place in sources]
+        with undisturbed("repair"), repairs.with_sources(self._context, places) as context:
+            return repairs.repair(context, dry_run=dry_run, progress=progress)
+
+    def forget_evidence(self) -> int:
+        """Delete the damaged objects that repairs have kept aside; how many bytes that frees."""
+        self._check_features()
+        return evidence.forget(self._context)
 
     def status(self) -> statuses.StatusReport:
         """Saves under way, pins, marks, sizes, and what gc would free."""
@@ -420,7 +492,7 @@ class Store(Closing):
         self._check_writable()
         _, info = self._find(ref)
         facts.quarantine(self._context, self._save_name(info), {"reason": str(reason), "during": "by hand"})
-        return self._find(f"id:{info.id}")[1]
+        return self._followed(self._find(f"id:{info.id}")[1])
 
     def clear(self, ref: str | int, *, progress: Progress = silent) -> SnapshotInfo:
         """Undo the quarantine of a snapshot after a repair; `CorruptionError` if verifying finds it still damaged."""
@@ -432,7 +504,7 @@ class Store(Closing):
             what = f"{found.what}: snapshot {info.id} stays quarantined"
             raise CorruptionError(what, name=found.name, offset=found.offset)
         facts.clear(self._context, self._save_name(info), {"reason": "verified whole"})
-        return self._find(f"id:{info.id}")[1]
+        return self._followed(self._find(f"id:{info.id}")[1])
 
     def open_epoch(self, branch: str = "main", *, base: str | int | None = None) -> int:
         """Take over `branch` for this process: saves of older runs are refused from now on, and are never `latest`.
@@ -449,6 +521,11 @@ class Store(Closing):
         with self._lock:
             self._epochs[branch] = number
         return number
+
+    def _followed(self, outcome: T) -> T:
+        """`outcome` of something that copies of the store, if they are being fed, are to follow."""
+        self.replicas.look()
+        return outcome
 
     def _find(self, ref: str | int) -> tuple[records.Commit, SnapshotInfo]:
         history = read_history(self._context)

@@ -174,7 +174,7 @@ def take_part(
         # What the announcement names was announced before it was seen here: these facts are read after that.
         parents = tuple(map(SaveName.parse, announcement.parents))
         marks = read_marks_about(context.backend, parents)
-        unsafe = marks.removed | marks.quarantined | marks.condemned.keys()
+        unsafe = marks.removed | marks.quarantined | marks.condemned.keys() | marks.leaving
         written = write(tuple(parent for parent in parents if parent not in unsafe), marks)
         check_epoch(context, announcement.branch, announcement.epoch)
         renewal.close()  # a turn of the counter that is under way would take back that the part is done

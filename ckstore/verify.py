@@ -1,13 +1,17 @@
-"""Verify: read everything, check everything, name what is damaged and which snapshots it takes down."""
+"""Verify: read everything, check everything, name what is damaged and which snapshots it takes down.
+
+It is about this storage: what is damaged here is found, whoever else may have it whole. Only whether a snapshot is set
+aside for it depends on the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ckstore import facts, layout
+from ckstore import facts, layout, sources
 from ckstore.announce import list_announcers, pinned
 from ckstore.backend.base import Backend
 from ckstore.context import Context
@@ -20,6 +24,7 @@ from ckstore.known import read_manifest
 from ckstore.opened import Opened, open_manifest
 from ckstore.pack import check_pack, read_frame
 from ckstore.progress import Progress
+from ckstore.reader import check_blobs, check_packs
 from ckstore.relocation import Relocations, relocated_manifest
 from ckstore.state.build import allocate
 
@@ -79,12 +84,19 @@ class Verifier:
     """One verification of some or all snapshots of a store. `run` does it all."""
 
     def __init__(self, context: Context, *, deep: bool, mark: bool, progress: Progress) -> None:
-        self._context = context
+        self._context = replace(context, others=(), decisions={}, broken={})
+        self._everywhere = replace(context, broken={})
         self._deep = deep
         self._mark = mark
         self._progress = progress
         self._report = VerifyReport()
-        self._relocated: frozenset[str] = frozenset()
+        self._marks = Marks()
+        self._subjects: list[_Subject] = []
+        self._damaged: list[tuple[CorruptionError, int]] = []
+        self.sizes: dict[str, int] = {}
+        """The packs that were checked, and their recorded sizes in bytes."""
+        self.chunks: dict[str, dict[int, bytes]] = {}
+        """For each pack which chunk should stand at which offset, as manifests say."""
 
     def run(self, only: SaveName | None = None) -> VerifyReport:
         """Verify the snapshot `only`, or everything in the store. Damage is reported, never raised.
@@ -102,16 +114,54 @@ class Verifier:
                 if self._report.ok or not _moved(before, marks, subjects):
                     break
             if self._mark:
-                self._set_aside(subjects)
+                self.set_aside()
         return self._report
+
+    def set_aside(self) -> None:
+        """Mark the damaged frames that `run` found, and quarantine the snapshots that are damaged on every storage."""
+        with suppress(BackendError):
+            for error, length in self._damaged:
+                facts.mark_damage(self._context, error, length)
+        quarantined = read_history(self._context).marks.quarantined
+        for subject in self._subjects:
+            if subject.broken and subject.save not in quarantined and self._is_lost(subject):
+                with suppress(CkstoreError):
+                    facts.quarantine(self._context, subject.save, {"error": subject.broken[0], "during": "verify"})
+                    self._report.quarantined.append(subject.save.nonce)
+
+    def _is_lost(self, subject: _Subject) -> bool:
+        """Whether what the snapshot lacks here is on no other storage. One that did not answer may have it."""
+        if not any(sources.others(self._everywhere)):
+            return not sources.unreached(self._everywhere)
+        try:
+            check_packs(self._everywhere, subject.commit, self._marks)
+            for entry in subject.commit.manifests:
+                manifest = read_manifest(self._everywhere, subject.save, entry)
+                opened = open_manifest(relocated_manifest(self._everywhere, manifest, self._marks.relocated))
+                blobs = range(len(manifest.blob_sizes))
+                check_blobs(self._everywhere, opened.manifest, blobs, opened.paths, put_back=False)
+        except BackendError:
+            return False
+        except CkstoreError:
+            return not sources.unreached(self._everywhere)
+        return False
 
     def _check_all(self, history: History, subjects: list[_Subject], marks: Marks, *, whole_store: bool) -> None:
         self._report = VerifyReport(snapshots=len(subjects))
-        self._relocated = marks.relocated
+        self._marks, self._subjects, self._damaged = marks, subjects, []
         self._check_manifests(subjects)
         self._check_packs(subjects)
         if whole_store:
             self._check_small_records(history)
+        else:
+            self._check_elsewhere(subjects)
+
+    def _check_elsewhere(self, subjects: list[_Subject]) -> None:
+        """Read what was evicted from here on the other storages; of a whole store each is verified where it is."""
+        for subject in subjects:
+            if subject.save in self._marks.evicted and self._is_lost(subject):
+                what = f"snapshot {subject.save.nonce} was evicted from here, and is whole on no other storage"
+                self._find(layout.snapshot(subject.save), what, None, [])
 
     def _check_manifests(self, subjects: list[_Subject]) -> None:
         for subject in subjects:
@@ -121,7 +171,7 @@ class Verifier:
 
     def _read_manifest(self, subject: _Subject, entry: records.ManifestRef) -> None:
         manifest = read_manifest(self._context, subject.save, entry)
-        subject.opened.append(open_manifest(relocated_manifest(self._context, manifest, self._relocated)))
+        subject.opened.append(open_manifest(relocated_manifest(self._context, manifest, self._marks.relocated)))
         outside = sorted(set(manifest.chunks.packs) - {pack.name for pack in subject.commit.packs})
         if outside:
             raise FormatError(f"a chunk stands in {outside[0]}, which the commit record does not list")
@@ -129,14 +179,17 @@ class Verifier:
     def _check_packs(self, subjects: list[_Subject]) -> None:
         users: dict[str, list[_Subject]] = {}
         sizes: dict[str, int] = {}
-        moves = Relocations(self._context, self._relocated)
-        for subject in subjects:
+        moves = Relocations(self._context, self._marks.relocated)
+        held = [subject for subject in subjects if subject.save not in self._marks.evicted]
+        for subject in held:
             name = layout.snapshot(subject.save)
             packs = self._try(name, lambda s=subject: moves.packs(s.commit.packs), [subject])  # type: ignore[misc]
             for pack in packs or ():
                 users.setdefault(pack.name, []).append(subject)
                 sizes[pack.name] = pack.size
-        needs = _needs(subjects)
+        needs = _needs(held)
+        self.sizes = sizes
+        self.chunks = {pack: dict(frames.keys()) for pack, frames in needs.items()}
         total = sum(sizes.values())
         for name in sorted(users):
             self._check_pack(name, sizes[name], users[name], needs.get(name, {}))
@@ -170,9 +223,8 @@ class Verifier:
         what = _what(error)
         paths = sorted({path for _, path in need.uses})
         self._find(need.place.pack, what, need.place.offset, [subject for subject, _ in need.uses], paths)
-        if self._mark and isinstance(error, CorruptionError):
-            with suppress(BackendError):
-                facts.mark_damage(self._context, error, need.place.stored)
+        if isinstance(error, CorruptionError):
+            self._damaged.append((error, need.place.stored))
 
     def _context_size(self, name: str) -> int | None:
         try:
@@ -231,14 +283,6 @@ class Verifier:
             subject.broken.append(f"{name}: {what}")
         ids = tuple(sorted({subject.save.nonce for subject in taken}))
         self._report.findings.append(Finding(name, what, offset, ids, tuple(paths)))
-
-    def _set_aside(self, subjects: list[_Subject]) -> None:
-        quarantined = read_history(self._context).marks.quarantined
-        for subject in subjects:
-            if subject.broken and subject.save not in quarantined:
-                with suppress(CkstoreError):
-                    facts.quarantine(self._context, subject.save, {"error": subject.broken[0], "during": "verify"})
-                    self._report.quarantined.append(subject.save.nonce)
 
 
 def _what(error: CkstoreError) -> str:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import ckstore
 from ckstore import PendingSave, Retention
-from ckstore.arguments import WHEN_BUSY, name_of
 from ckstore.closing import Closing
-from ckstore.errors import CkstoreError, InvalidInputError, NotFoundError, SaveFailedError
+from ckstore.errors import CkstoreError, CommittedUnderReplicatedError, InvalidInputError, SaveFailedError
+from ckstore_torch import origin
 from ckstore_torch.group_state import GroupState, Run
-from ckstore_torch.metadata import Follows, LastKnown, MetadataBranch, branch_beside
+from ckstore_torch.metadata import Follows, LastKnown, MetadataBranch
+from ckstore_torch.options import check_options, check_resume_options, policy_of
 from ckstore_torch.ranks import RankFailedError, ranks_of
 from ckstore_torch.run_state import Objects, RunState
 from ckstore_torch.selection import EVERYTHING, Selection
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
     from ckstore import Member, RestoreReport, SnapshotInfo, Store
 
 _log = logging.getLogger(__name__)
-_CONDITIONS = {
-    "fenced": "left behind by a newer run that saved nothing; to go on from it, "
-    "call Store.open_epoch(branch, base=...) with its id once, and resume again",
-    "quarantined": "quarantined as damaged; `ckstore clear` takes it back once it is repaired",
-}
-"""Why a snapshot is not `latest`, and what to do."""
 
 
 class Checkpointer(Closing):
@@ -101,8 +96,9 @@ class Checkpointer(Closing):
 
         def prepared() -> RunState:
             periods = {"save_every": save_every, "full_every": full_every, "metadata_every": metadata_every}
-            _check_options(periods, extra, branch, when_busy, self._group.world)
-            self._keep = _policy(keep)
+            switches = {"non_persistent": non_persistent, "background": background, "overlap": overlap}
+            check_options(periods, switches, extra, branch, when_busy, self._group.world)
+            self._keep = policy_of(keep)
             objects = Objects(model, optimizer, scheduler, scaler, ema, dataloader, dict(extra or {}))
             selection = EVERYTHING if save is None else Selection.of(save)
             return RunState(objects, selection, non_persistent=non_persistent)
@@ -141,6 +137,7 @@ class Checkpointer(Closing):
     def resume(
         self,
         *,
+        ref: str | int | None = None,
         strict: bool = True,
         exact: bool = False,
         warmup: Callable[[], Any] | None = None,
@@ -154,36 +151,59 @@ class Checkpointer(Closing):
         A branch whose snapshots are all damaged or left behind is no new run: `NotFoundError` says so.
         A save that is under way is waited for; that it failed is logged, as whoever resumes goes back anyhow.
 
+        `ref` names another snapshot to go on from: a step of this branch, an id, a tag, `branch@step`. What was saved
+        after it on this branch is left behind, as soon as nothing can be refused any more: it is never `latest`, counts
+        as the oldest where snapshots are pruned, and can be named in its turn. A snapshot of another branch begins this
+        one, which must hold none yet. What is named is restored or an error, never one before it. A job that is started
+        again by itself should not name one: it would go back there each time.
+
         With `exact` whatever keeps the run from going on bit by bit is refused, in one `InvalidInputError`; otherwise
         it is logged. `warmup` runs one forward and backward and leaves nothing behind; DDP on three or more ranks needs
         it (docs/bit-identical.md). What was saved by another number of ranks is cut anew; as random numbers and the
         place in the data belong to each rank, that is asked for with `reshape` (docs/many-ranks.md).
         """
-        with self._group.during("resume"):
-            return self._resume(strict, exact, warmup, reshape)
+        with self._group.during("resume" if ref is None else f"resume(ref={ref!r:.80})"):
+            switches = {"strict": strict, "exact": exact, "reshape": reshape}
+            self._group.together(lambda: self._ready_to_resume(switches, warmup))
+            self.report = None
+            how = {"strict": strict, "exact": exact, "warmup": warmup}
+            if ref is None:
+                self._resume_newest(how, reshape)
+            else:
+                self._resume_from(ref, how, reshape)
+            self._done, self._first, self._under_way = self._resumed_at, True, []
+            if self._metadata is not None:
+                self._last_known = self._metadata.take_over(self._base)
+            return self._done
 
-    def _resume(self, strict: bool, exact: bool, warmup: Callable[[], Any] | None, reshape: bool) -> int:
-        def waited() -> None:
-            if self._last is not None and (error := self._last.exception()) is not None:
-                _log.warning("the save of step %d was not made: %s", self._last.step, error)
+    def _ready_to_resume(self, switches: Mapping[str, Any], warmup: object) -> None:
+        check_resume_options(switches, warmup)
+        if self._last is not None and (error := self._last.exception()) is not None:
+            _log.warning("the save of step %d was not made as it should be: %s", self._last.step, error)
 
-        self._group.together(waited)
+    def _resume_newest(self, how: Mapping[str, Any], reshape: bool) -> None:
         self._any_snapshot()  # before the branch is taken over: what is refused changes nothing
         # Fence first: after that nobody can add a snapshot newer than the one that is read here.
         self._open_epoch()
-        self._resumed_at, self._base, self.report = 0, None, None
+        self._resumed_at, self._base = 0, None
         if self._any_snapshot():
-            run = Run(self._captured_now, partial(self._state.check, strict=strict), self._state.counts_globally)
-            saved, info = self._group.read(self.store, self._branch, run, reshape=reshape)
-            self.report = self._state.restore(
-                saved, strict=strict, exact=exact, warmup=warmup, together=self._group.together
-            )
-            self._resumed_at, self._base = int(saved["step"]), info
-            self._tell_what_was_left()
-        self._done, self._first, self._under_way = self._resumed_at, True, []
-        if self._metadata is not None:
-            self._last_known = self._metadata.take_over(self._base)
-        return self._done
+            saved, info = self._group.read(self.store, self._branch, self._as_it_is(how["strict"]), reshape=reshape)
+            self._put_back(saved, info, how)
+
+    def _resume_from(self, ref: str | int, how: Mapping[str, Any], reshape: bool) -> None:
+        found = self._group.lead(lambda: origin.named(self.store, ref, self._branch).encode()).decode()
+        info = self._group.together(lambda: self.store.resolve(f"id:{found}"))
+        saved = self._group.read_named(self.store, info, self._as_it_is(how["strict"]), reshape=reshape)
+        # Fence last: what would be left behind is the newest as long as anything may still be refused.
+        self._put_back(saved, info, {**how, "take_over": lambda: self._open_epoch(info)})
+
+    def _put_back(self, saved: dict[str, Any], info: SnapshotInfo, how: Mapping[str, Any]) -> None:
+        self.report = self._state.restore(saved, **how, together=self._group.together)
+        self._resumed_at, self._base = int(saved["step"]), info
+        self._tell_what_was_left()
+
+    def _as_it_is(self, strict: bool) -> Run:
+        return Run(self._captured_now, partial(self._state.check, strict=strict), self._state.counts_globally)
 
     def last_known(self) -> LastKnown | None:
         """How far the run before this one had come, by its metadata snapshots after the one that was resumed from.
@@ -214,10 +234,17 @@ class Checkpointer(Closing):
         return pending
 
     def save(self, n: int, /, **metrics: Any) -> SnapshotInfo:
-        """Save now, with `n` steps done. When it returns the snapshot is durable; when it raises there is none."""
+        """Save now, with `n` steps done. When it returns the snapshot is durable; when it raises there is none.
+
+        On fewer storages than required: that is logged, and the rest follows.
+        """
         part, options, member = self._capture(n, metrics)
         with nullcontext() if member is None else member.telling():
-            info = self.store.save(part(), **options, member=member)
+            try:
+                info = self.store.save(part(), **options, member=member)
+            except CommittedUnderReplicatedError as error:
+                _log.warning("%s", error)
+                info = error.snapshot
         self._base = info
         self._done, self._first = n, self._first and n <= self._resumed_at
         self._prune()
@@ -288,19 +315,27 @@ class Checkpointer(Closing):
             self._last.settle()
             untold = self._last.has_untold()
             error = self._last.exception()
-            if untold and error is not None:
+            if isinstance(error, CommittedUnderReplicatedError):
+                if untold:
+                    _log.warning("%s", error)
+            elif untold and error is not None:
                 raise error
 
     def _captured_now(self) -> dict[str, Any]:
         return self._state.capture(self._done, {})
 
-    def _open_epoch(self) -> None:
-        """Take the branch over: rank 0 does, for all."""
-        self._epoch = int(self._group.lead(lambda: str(self.store.open_epoch(self._branch)).encode()))
+    def _open_epoch(self, base: SnapshotInfo | None = None) -> None:
+        """Take the branch over, to go on from its newest snapshot or from `base`: rank 0 does, for all.
+
+        A base of another branch is none of this one, which begins.
+        """
+        named = f"id:{base.id}" if base is not None and base.branch == self._branch else None
+        self._epoch = int(self._group.lead(lambda: str(self.store.open_epoch(self._branch, base=named)).encode()))
 
     def _any_snapshot(self) -> bool:
-        """`_has_snapshot` as rank 0 sees it."""
-        return self._group.lead(lambda: b"yes" if self._has_snapshot() else b"") == b"yes"
+        """`origin.is_there` as rank 0 sees it."""
+        found = self._group.lead(lambda: b"yes" if origin.is_there(self.store, self._branch, self._epoch) else b"")
+        return found == b"yes"
 
     def _begin(self, n: int, metrics: Mapping[str, Any]) -> PendingSave | None:
         part, options, member = self._capture(n, metrics)
@@ -331,24 +366,6 @@ class Checkpointer(Closing):
         """Before a step of an optimizer: what it will change must have been copied."""
         self.store.wait_copied()
 
-    def _has_snapshot(self) -> bool:
-        """Whether there is something to restore; `NotFoundError` if there are only snapshots that `latest` never is."""
-        infos = self.store.snapshots(branch=self._branch)
-        states = {info.state for info in infos}
-        if infos and not states & {"ok", "condemned"}:
-            newest = next((info for info in infos if info.state == "fenced"), infos[0])
-            raise NotFoundError(
-                f"no good snapshot on branch {self._branch}, though it holds {len(infos)}: the newest, step "
-                f"{newest.step} (id:{newest.id}), is {_CONDITIONS[newest.state]}; another branch= starts a new run"
-            )
-        if not infos and self._epoch not in (None, 1) and (unreadable := self.store.status().unreadable):
-            raise NotFoundError(
-                f"branch {self._branch} was written before, but none of its snapshots is found, and the records of "
-                f"{', '.join(unreadable)} cannot be read: one of them may be its own; `ckstore drop` removes them, "
-                "another branch= starts a new run"
-            )
-        return bool(states - {"condemned"})
-
     def _is_due(self, n: int, every: int | None) -> bool:
         """Whether a multiple of `every` was passed since the last turn, however many steps that counted."""
         before = n - 1 if n < self._done else self._done  # smaller: the caller went back to an earlier state
@@ -377,8 +394,8 @@ class Checkpointer(Closing):
         over = [pending for pending in self._under_way if pending.done()]
         self._under_way = [pending for pending in self._under_way if pending not in over]
         for pending in over:
-            if pending.is_saved():
-                self._base = pending.wait()
+            if (info := pending.saved()) is not None:
+                self._base = info
 
     def _tell_what_was_left(self) -> None:
         if left := self._state.unselected():
@@ -405,24 +422,6 @@ class Checkpointer(Closing):
             _log.warning("snapshot saved, but pruning failed: %s", error)
 
 
-def _check_options(
-    periods: Mapping[str, Any], extra: Any, branch: str, when_busy: str, world: int
-) -> None:
-    for name, every in periods.items():
-        if every is not None and (type(every) is not int or every < 1):
-            raise InvalidInputError(f"{name} is a whole number of steps, 1 or more, not {every!r}")
-    if extra is not None and not isinstance(extra, Mapping):
-        kind = type(extra).__name__
-        raise InvalidInputError(f"extra takes objects by name, as in extra={{'ema': ema}}, not a {kind}")
-    name_of("branch", branch)
-    if periods["metadata_every"] is not None:
-        branch_beside(branch)
-    if when_busy not in WHEN_BUSY:
-        raise InvalidInputError(f"when_busy is one of {', '.join(WHEN_BUSY)}, not {when_busy!r}")
-    if world > 1 and when_busy != "wait":
-        raise InvalidInputError(f"when_busy={when_busy!r} is for one process: of several each would decide alone")
-
-
 def _opened(store: Store | str | os.PathLike[str], profile: str | None) -> Store:
     if isinstance(store, str | os.PathLike):
         return ckstore.open(store, create=True, profile="balanced" if profile is None else profile)
@@ -431,12 +430,6 @@ def _opened(store: Store | str | os.PathLike[str], profile: str | None) -> Store
     if not isinstance(store, ckstore.Store):
         raise InvalidInputError(f"not a store: {store!r}; give an open ckstore.Store, a path or a URL")
     return store
-
-
-def _policy(keep: int | Retention | Mapping[str, Any] | None) -> Retention | None:
-    if keep is None:
-        return None
-    return Retention(keep_last=keep) if isinstance(keep, int) else Retention.of(keep)
 
 
 def _listed(paths: Iterable[str]) -> str:

@@ -155,9 +155,11 @@ def _take_quantised(tensor: torch.Tensor, flags: int) -> Composed:
         return Composed("quantised", fields, {"integers": integers})
     if tensor.qscheme() not in _CHANNEL_SCHEMES:
         raise RefusedError(f"its quantisation scheme is {tensor.qscheme()}")
-    scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    scales, zeros, axis = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis()
+    if not 0 <= axis < len(size) or {tuple(scales.shape), tuple(zeros.shape)} != {(size[axis],)}:
+        raise RefusedError("its scales are not one for each channel")
     parts = {"integers": integers, "scales": scales, "zero_points": zeros}
-    return Composed("quantised_channels", (*head, tensor.q_per_channel_axis(), flags), parts)
+    return Composed("quantised_channels", (*head, axis, flags), parts)
 
 
 def _make_quantised(node: Composite, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -41,10 +41,7 @@ from torch.futures import Future
 import ckstore
 from ckstore import Member, SnapshotInfo, Store
 from ckstore.arguments import name_of, step_of
-from ckstore.errors import (
-    CorruptionError,
-    InvalidInputError,
-)
+from ckstore.errors import CommittedUnderReplicatedError, CorruptionError, InvalidInputError
 from ckstore.ids import new_nonce
 from ckstore_torch.dcp_peers import DcpPeers, key_value_store
 from ckstore_torch.dcp_staging import KeptStaging
@@ -77,6 +74,8 @@ class _Place:
 
     store: Store | None
     url: str
+    encryption_key: str | None = None
+    """Where the key of an encrypted one is read."""
 
     @classmethod
     def of(cls, store: Store | str | os.PathLike[str]) -> _Place:
@@ -84,20 +83,20 @@ class _Place:
             return cls(None, os.fspath(store))
         if not isinstance(store, Store):
             raise InvalidInputError(f"not a store: {store!r}; give an open ckstore.Store, a path or a URL")
-        return cls(store, store.url)
+        return cls(store, store.url, store.encryption_key)
 
     @contextmanager
     def opened(self, **options: Any) -> Iterator[Store]:
         if self.store is not None:
             yield self.store
         else:
-            with ckstore.open(self.url, **options) as store:
+            with ckstore.open(self.url, encryption_key=self.encryption_key, **options) as store:
                 yield store
 
     def for_another_process(self) -> _Place:
         if self.url.startswith("memory:"):
             raise InvalidInputError("a store in the memory of this process cannot be written by another one")
-        return _Place(None, self.url)
+        return _Place(None, self.url, self.encryption_key)
 
 
 class StorageWriter(dcp_storage.StorageWriter, KeptStaging):
@@ -182,9 +181,14 @@ class StorageWriter(dcp_storage.StorageWriter, KeptStaging):
             with self._member(plan.storage_data) as member, nullcontext() if member is None else member.telling():
                 part = part_of(plan.items, partial(_resolved, planner), plan.planner_data)
                 with self._place.opened(create=True, profile=self._profile) as store:
-                    self.saved = store.save(
-                        part, step=self.step, branch=self._branch, meta=self._meta, member=member
-                    )
+                    try:
+                        self.saved = store.save(
+                            part, step=self.step, branch=self._branch, meta=self._meta, member=member
+                        )
+                    except CommittedUnderReplicatedError as error:
+                        # It is saved, and all ranks go on from that; whoever looks after storages is told.
+                        self.saved = error.snapshot
+                        _log.warning("%s", error)
         finally:
             self.give_back()
         future.set_result([_result(item) for item in plan.items])

@@ -21,11 +21,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckstore import Member, Snapshot, SnapshotInfo, Store
 from ckstore.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
+from ckstore_torch import alone
 from ckstore_torch.loose import Header, Loose, Said
 from ckstore_torch.ranks import RankFailedError, Ranks
 from ckstore_torch.reshape import own_of
@@ -37,10 +39,12 @@ from ckstore_torch.spread import (
     Spread,
     Templates,
     Tensors,
+    has_meshes,
     places,
     put_together,
     read_tensors,
     take_apart,
+    without_meshes,
 )
 
 RUN, SKELETON = "run", "skeleton"
@@ -107,7 +111,7 @@ class GroupState:
         The tensors that nothing keeps equal are compared. What comes back may still fail, on this rank alone.
         """
         if self._ranks is None or self._plans is None:
-            captured = capture()
+            captured = without_meshes(capture())
             return lambda: captured
         own: State = {}
         prepared: list[tuple[Proposal, Any, Loose]] = []
@@ -134,7 +138,7 @@ class GroupState:
 
         With `reshape` another number of ranks than the one that saved is no error.
         """
-        if self._ranks is None and all(info.ranks == 1 for info in store.snapshots(branch)):
+        if self._is_plain(run) and all(info.ranks == 1 for info in store.snapshots(branch)):
             saved = store.restore(f"branch:{branch}")
             return saved, store.resolve(f"branch:{branch}")  # a damaged one before it is quarantined by now
         tried: set[str] = set()
@@ -152,8 +156,18 @@ class GroupState:
                     raise
                 _log.warning("snapshot %s could not be read everywhere; another one is taken: %s", found, error)
 
-    def _read(self, store: Store, ref: str, run: Run, reshape: bool) -> tuple[State, SnapshotInfo]:
-        snapshot = self.together(lambda: store.snapshot(f"id:{ref}"), undo=Snapshot.close)
+    def read_named(self, store: Store, info: SnapshotInfo, run: Run, *, reshape: bool = False) -> State:
+        """The state of this snapshot for this rank, as `read` gives it. `CorruptionError` if it is damaged."""
+        if self._is_plain(run) and info.ranks == 1:
+            return store.restore(f"id:{info.id}")  # type: ignore[no-any-return]
+        return self._read(store, info.id, run, reshape)[0]
+
+    def _is_plain(self, run: Run) -> bool:
+        """Whether what one process saved is put back as it is: here is one too, and it has no DTensors."""
+        return self._ranks is None and not (dist.is_available() and dist.is_initialized() and has_meshes(run.capture()))
+
+    def _read(self, store: Store, found: str, run: Run, reshape: bool) -> tuple[State, SnapshotInfo]:
+        snapshot = self.together(lambda: store.snapshot(f"id:{found}"), undo=Snapshot.close)
         with snapshot:
             saved = self.together(lambda: self._opened(snapshot, run, reshape))
             self.together(lambda: run.fits(saved.meta()))
@@ -238,31 +252,41 @@ class _Parted:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """What one process saved."""
+    """What one process saved: `tensors` were read, `rows` are read when it is known which of them this rank has."""
 
     skeleton: Any
     own: State
     tensors: Tensors
+    rows: alone.Entries
+    snapshot: Snapshot
 
     @classmethod
     def of(cls, snapshot: Snapshot, group: GroupState, run: Run, reshape: bool) -> _Whole:
-        whole = snapshot.state()
-        if not isinstance(whole, dict):
+        rows = alone.by_rows(snapshot)
+        rest = alone.read_rest(snapshot, rows)
+        if not isinstance(rest, dict):
             raise InvalidInputError("this snapshot was not made by a Checkpointer; read it with ckstore.restore")
-        own = group.own(1, lambda _: {role: whole[role] for role in OWN if role in whole}, run, reshape)
-        tensors, skeleton = take_apart({role: value for role, value in whole.items() if role not in OWN})
-        return cls(skeleton, own, tensors)
+        own = group.own(1, lambda _: {role: rest[role] for role in OWN if role in rest}, run, reshape)
+        tensors, skeleton = take_apart(_shared(rest))
+        alone.add_places(skeleton, rows, snapshot)
+        return cls(skeleton, own, tensors, rows, snapshot)
 
     def meta(self) -> State:
-        return {**put_together(self.skeleton, lambda name: self.tensors[name].to("meta")), **self.own}
+        return {**put_together(self.skeleton, self._outlines().__getitem__), **self.own}
 
     def templates(self, captured: State) -> Templates:
         spread = Spread(_shared(captured))
-        return {name: spread.template(name, tensor) for name, tensor in self.tensors.items()}
+        return {name: spread.template(name, tensor) for name, tensor in self._outlines().items()}
 
     def read(self, templates: Templates) -> State:
-        cut = {name: _cut(self.tensors.pop(name), templates[name].memory()) for name in list(self.tensors)}
-        return {**put_together(self.skeleton, cut.__getitem__), **self.own}
+        found = {name: _cut(self.tensors.pop(name), templates[name].memory()) for name in list(self.tensors)}
+        wanted = {name: templates[name].memory() for name in self.rows}
+        alone.fill(self.snapshot, self.rows, wanted)
+        return {**put_together(self.skeleton, {**found, **wanted}.__getitem__), **self.own}
+
+    def _outlines(self) -> Tensors:
+        rows = {name: alone.outline(entry) for name, entry in self.rows.items()}
+        return {**{name: tensor.to("meta") for name, tensor in self.tensors.items()}, **rows}
 
 
 def _shared(captured: State) -> State:

@@ -219,7 +219,7 @@ def _builds_on(follows: Any, base: SnapshotInfo | None) -> bool:
 
 def _opened_again(store: Store) -> Store:
     try:
-        again = ckstore.open(store.url, profile="fast")
+        again = ckstore.open(store.url, profile="fast", encryption_key=store.encryption_key)
     except CkstoreError as error:
         raise InvalidInputError(
             f"metadata_every needs a store that can be opened a second time, which {store.url} cannot: {error}"

@@ -54,7 +54,8 @@ def encode(tensors: Mapping[str, About], objects: Iterable[str], paths: Any) -> 
     """
     names = {*tensors, *objects}
     if paths is not None and not isinstance(paths, Mapping):
-        raise InvalidInputError(f"the planner keeps a {type(paths).__name__} (planner_data), not paths by name")
+        kind = type(paths).__name__
+        raise InvalidInputError(f"the planner keeps (in planner_data) a value of type {kind}, not paths by name")
     own = {name: _path(name, path) for name, path in (paths or {}).items() if name in names}
     index = PartIndex(1, dict(tensors), sorted(objects), own)
     return np.frombuffer(msgspec.msgpack.encode(index, order="deterministic"), np.uint8)
@@ -75,7 +76,7 @@ def _path(name: str, path: Any) -> Path:
 def decode(value: object) -> PartIndex:
     """What `encode` gave; `FormatError` for anything else."""
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 1:
-        raise FormatError(f"the index of a part is a {type(value).__name__} and no array of bytes")
+        raise FormatError(f"the index of a part is of type {type(value).__name__} and no array of bytes")
     try:
         found = msgspec.msgpack.decode(value.tobytes(), type=PartIndex)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

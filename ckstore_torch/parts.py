@@ -45,13 +45,15 @@ class Differences:
         return [key for key in here if key in saved]
 
     def tensors(self, here: Any, saved: Any, path: str) -> None:
-        """Write down a difference in kind, shape or dtype of two tensors or arrays."""
+        """Write down a difference in kind, shape or dtype of two tensors or arrays, and why `here` cannot be filled."""
         if not isinstance(saved, type(here) if isinstance(here, np.ndarray) else torch.Tensor):
             self.mismatched.append((path, f"{type(here).__name__} here, {type(saved).__name__} in the snapshot"))
         elif here.shape != saved.shape:
             self.mismatched.append((path, f"shape {tuple(here.shape)} here, {tuple(saved.shape)} in the snapshot"))
         elif here.dtype != saved.dtype:
             self.mismatched.append((path, f"dtype {here.dtype} here, {saved.dtype} in the snapshot"))
+        elif why := _why_not_filled(here):
+            self.mismatched.append((path, why))
 
     def raise_if_any(self) -> None:
         if self:
@@ -253,6 +255,17 @@ def part_of(name: str, value: object, *, non_persistent: bool = False) -> Part:
         "state_dict and load_state_dict, a tensor, an array, a dict, list, deque, set or Counter, or a random number "
         "generator"
     )
+
+
+def _why_not_filled(here: Any) -> str | None:
+    """Why a tensor or an array takes no values in place, so far as that can be seen; None if it does."""
+    if isinstance(here, np.ndarray):
+        return None if here.flags.writeable else "the array here is read-only"
+    if here.is_inference() and not torch.is_inference_mode_enabled():
+        return "the tensor here was made in inference mode, outside of which it cannot be filled"
+    if here.layout is torch.strided and any(n > 1 and not s for n, s in zip(here.shape, here.stride(), strict=True)):
+        return "elements of the tensor here share memory (expand): give it memory of its own, as clone() does"
+    return None
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -276,7 +276,22 @@ class KeyValuePeers:
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks | None:
-    """The ranks of this run; None where one process trains alone."""
+    """The ranks of this run; None where one process trains alone. `InvalidInputError` for what is no process group."""
+    if group is not None:
+        _check_group(group)
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     return Ranks(GroupWire(group))
+
+
+def _check_group(group: object) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidInputError(
+            "process_group= is for several ranks, and torch.distributed is not initialized: call init_process_group "
+            "before, or leave it out"
+        )
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidInputError(
+            f"process_group= takes what torch.distributed.new_group gave (of a DeviceMesh its get_group()), not "
+            f"{group!r:.80}"
+        )

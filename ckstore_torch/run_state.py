@@ -34,6 +34,7 @@ from ckstore_torch.parts import (
     part_of,
     unwrapped,
 )
+from ckstore_torch.resharding import reshard
 from ckstore_torch.schedulers import SchedulerPart
 from ckstore_torch.selection import EVERYTHING, ROLES, Selection
 from ckstore_torch.spread import Parameters
@@ -55,6 +56,10 @@ class Together(Protocol):
 
 def _alone(act: Callable[[], T], /) -> T:
     return act()
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,9 @@ class RunState:
         self._selection = selection
         self._models = _named("model", objects.model, torch.nn.Module, "a torch.nn.Module")
         self._extra = dict(objects.extra)
+        given = [*self._models.values(), *_items(objects.ema), *self._extra.values()]
+        self._modules = [one for one in given if isinstance(one, torch.nn.Module)]
+        reshard(self._modules)  # an optimizer knows the shards
         generators = {name: value for name, value in self._extra.items() if isinstance(value, rng.KINDS)}
         self._generators: dict[str, rng.NamedGenerator] = generators
         rng.capture_rng(generators)
@@ -149,6 +157,7 @@ class RunState:
     def _collect(
         self, step: int, metrics: Mapping[str, Any], of: Callable[[Part], Any], plain: Callable[[Any], Any]
     ) -> dict[str, Any]:
+        reshard(self._modules)
         names = list(self._selection.names)
         state: dict[str, Any] = {"layout": LAYOUT, "save": names, "step": step, "metrics": dict(metrics)}
         for role, parts in self._parts.items():
@@ -170,6 +179,7 @@ class RunState:
 
     def parameters(self) -> Parameters:
         """Where plain parameters are. Kept equal are those within DDP, and averages of a run of nothing but such."""
+        reshard(self._modules)
         plain = {p.data_ptr() for _, p in self._parameters() if not isinstance(p, DTensor)}
         models = self._models.values()
         equal: set[int] = set()
@@ -195,6 +205,7 @@ class RunState:
         exact: bool = False,
         warmup: Callable[[], Any] | None = None,
         together: Together = _alone,
+        take_over: Callable[[], object] = _nothing,
     ) -> RestoreReport:
         """Put everything back. `MismatchError` lists every difference in structure, before anything is changed.
 
@@ -203,7 +214,8 @@ class RunState:
         is logged. `warmup` is run before, by `warmup.run_warmup`, if the run that was saved had begun.
 
         `together` does something on all ranks of the run: if it fails on one, it fails on all, and what can fail is
-        undone on all. What cannot fail after a comparison comes last.
+        undone on all. Then comes `take_over`, on all ranks; if it fails all is undone, too. What cannot fail after a
+        comparison comes last.
         """
         found, fits = together(lambda: self._compare(saved, strict=strict))
         together(lambda: self._prepare(saved.get("conditions"), exact, warmup))
@@ -212,6 +224,7 @@ class RunState:
         try:
             undos = together(lambda: [(fit, fit.part.undo()) for fit in fits])
             together(lambda: self._load_undoable(undos, undo))
+            take_over()
             rest = [fit for fit, put_back in undos if put_back is None]
             together(lambda: self._load_rest(rest, saved, found, strict))
         except BaseException as error:
@@ -260,6 +273,7 @@ class RunState:
             raise InvalidInputError("this snapshot was not made by a Checkpointer; read it with ckstore.restore")
         if saved["layout"] != LAYOUT:
             raise InvalidInputError(f"the snapshot has run layout {saved['layout']}; this version knows {LAYOUT}")
+        reshard(self._modules)
         found = Differences()
         fits: list[_Fit] = []
         try:
@@ -327,6 +341,11 @@ class RunState:
             _log.info("requires_grad set as in the snapshot: %s", ", ".join(name for name, _ in changed))
 
 
+def _items(given: Any) -> list[Any]:
+    """One object, those of a mapping, or none."""
+    return list(given.values()) if isinstance(given, Mapping) else [given]
+
+
 def _named(role: str, given: Any, kind: Any, wanted: str) -> dict[str, Any]:
     """One object under the empty name, a mapping under its own names."""
     if given is None:
@@ -336,7 +355,7 @@ def _named(role: str, given: Any, kind: Any, wanted: str) -> dict[str, Any]:
     for name, value in objects.items():
         if not isinstance(value, kind):
             which = f"{role} {name!r}" if isinstance(given, Mapping) else role
-            raise InvalidInputError(f"{which} is a {type(value).__name__}; it must be {wanted}")
+            raise InvalidInputError(f"{which} is of type {type(value).__name__}; it must be {wanted}")
         if isinstance(given, Mapping) and (not isinstance(name, str) or not name):
             raise InvalidInputError(f"the names in {role}= are texts, not {name!r}")
     return objects

@@ -101,7 +101,7 @@ def check_plans(plans: Iterable[Sequence[WriteItem]]) -> None:
 
 def _plain_tensor(fqn: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise InvalidInputError(f"{fqn} is a {type(value).__name__} where the plan has a tensor")
+        raise InvalidInputError(f"{fqn} is of type {type(value).__name__} where the plan has a tensor")
     if hasattr(value, "wait") and type(value) is not torch.Tensor:
         value = value.wait()  # the result of a collective that may still be under way
     value = value.detach()

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -79,6 +80,38 @@ def _identity(tensor: torch.Tensor) -> Any:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def without_meshes(state: Any) -> Any:
+    """`state` of a process that trains alone, with plain tensors in place of those that are spread over it only.
+
+    A training that is made for many ranks has them on one too. `InvalidInputError` for what is spread over others.
+    """
+    return _locally(state, ()) if dist.is_available() and dist.is_initialized() else state
+
+
+def has_meshes(state: Any) -> bool:
+    """Whether a tensor in a nested state is a DTensor."""
+    if isinstance(state, dict):
+        return any(map(has_meshes, state.values()))
+    return any(map(has_meshes, state)) if type(state) in (list, tuple) else isinstance(state, DTensor)
+
+
+def _locally(value: Any, path: tuple[Any, ...]) -> Any:
+    if isinstance(value, DTensor):
+        if value.device_mesh.size() > 1:
+            raise InvalidInputError(
+                f"{spell(path)} is spread over {value.device_mesh.size()} ranks, and this one saves alone: leave out "
+                "process_group=, or give one of all those ranks"
+            )
+        with torch.no_grad():
+            return value.to_local()
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        return _like(value, {key: _locally(item, (*path, key)) for key, item in value.items()})
+    if kind is list or kind is tuple:
+        return kind(_locally(item, (*path, index)) for index, item in enumerate(value))
+    return value
 
 
 def put_together(skeleton: Any, tensor_of: Callable[[str], Any]) -> Any:

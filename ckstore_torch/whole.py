@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckstore import Snapshot
-from ckstore.errors import FormatError
+from ckstore.errors import FormatError, InvalidInputError
 from ckstore_torch.group_state import is_parted, skeleton_of
 from ckstore_torch.shards import Sharded
 from ckstore_torch.spread import Tensors, put_together, read_tensors
@@ -23,9 +23,14 @@ def whole_state(snapshot: Snapshot) -> Any:
     """
     sharded = Sharded(snapshot)
     known: Any = sharded.metadata.state_dict_metadata
-    tensors: Tensors = {
-        name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in known.items() if hasattr(one, "chunks")
-    }
+    try:
+        tensors: Tensors = {
+            name: torch.empty(one.size, dtype=one.properties.dtype)
+            for name, one in known.items()
+            if hasattr(one, "chunks")
+        }
+    except RuntimeError as error:  # what a snapshot claims may be more than there is, damaged or not
+        raise InvalidInputError(f"there is no memory for the whole state of all ranks: {error}") from error
     read_tensors(sharded, tensors)
     if is_parted(snapshot):
         own = {role: value for role, value in sharded.local(0).items() if role != "buffers"}

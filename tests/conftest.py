@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+pytest_plugins = ["tests.services.plugin"]
 
 settings.register_profile("ckstore", deadline=None)  # no test asserts a time
 settings.load_profile("ckstore")
@@ -13,6 +16,12 @@ settings.load_profile("ckstore")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="larger counts, and the tests that take minutes")
+
+
+def pytest_configure() -> None:
+    # What is started in the background of a shell ignores Ctrl-C, and so does all that it starts; tests send it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

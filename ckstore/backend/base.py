@@ -20,12 +20,15 @@ from ckstore.layout import TEMPORARIES, check_name
 class Capabilities:
     """What a backend can do beyond the verbs.
 
-    `put_if_absent`: creation is atomic among all writers; no store is opened without it.
+    `put_if_absent`: creation is atomic among all writers.
     `reserve`: the storage can be full, and a reserve set aside on it can be given back to it.
+    `single_writer`: the user has declared that one process at a time writes here. Creation is then a look followed by
+    a put where `put_if_absent` is False; without either no store is opened.
     """
 
     put_if_absent: bool = True
     reserve: bool = False
+    single_writer: bool = False
 
 
 class PutStream(Protocol):
@@ -116,6 +119,53 @@ class GetsParts(Protocol):
         """`get_into` for each of `views`, one behind the other from byte `start` on."""
 
 
+@runtime_checkable
+class Probed(Protocol):
+    """A backend whose atomic creation is tried out before a store is made on it."""
+
+    def probe(self) -> None:
+        """`InvalidInputError`, which says what to do, if two creations of one name do not have one winner here."""
+
+
+@runtime_checkable
+class Foreign(Protocol):
+    """A backend that can tell what else is where it is; without it a place is taken to hold nothing else."""
+
+    def foreign(self) -> builtins.list[str]:
+        """Names at the top of the place that no store puts there, sorted: a few of them, or [] if there are none.
+
+        What a storage or a system puts there by itself is not among them.
+        """
+
+
+@runtime_checkable
+class ListsFirst(Protocol):
+    """A backend to which the first name of a listing is cheaper than all of them; no backend has to."""
+
+    def first(self, prefix: str) -> str | None:
+        """The first name that `list` would give; None for an empty list."""
+
+
+@runtime_checkable
+class ListsSizes(Protocol):
+    """A backend whose listing may tell sizes too; no backend has to."""
+
+    def sizes(self, prefix: str) -> dict[str, int] | None:
+        """The size in bytes of every object that `list` would give; None where a listing does not tell it."""
+
+
+def first(backend: Backend, prefix: str) -> str | None:
+    """The first name below `prefix`, in order; None if there is none."""
+    if isinstance(backend, ListsFirst):
+        return backend.first(prefix)
+    return next(iter(backend.list(prefix)), None)
+
+
+def sizes(backend: Backend, prefix: str) -> dict[str, int] | None:
+    """`ListsSizes.sizes`, where `backend` has it; else None."""
+    return backend.sizes(prefix) if isinstance(backend, ListsSizes) else None
+
+
 def get_parts(backend: Backend, name: str, start: int, views: Sequence[memoryview]) -> None:
     """Fill `views`, one behind the other, from byte `start` of an object: with one request if `backend` can."""
     if isinstance(backend, GetsParts):
@@ -124,6 +174,17 @@ def get_parts(backend: Backend, name: str, start: int, views: Sequence[memoryvie
     for view in views:
         backend.get_into(name, start, view)
         start += view.nbytes
+
+
+def probe(backend: Backend) -> None:
+    """`Probed.probe`, where `backend` has it."""
+    if isinstance(backend, Probed):
+        backend.probe()
+
+
+def foreign(backend: Backend) -> builtins.list[str]:
+    """`Foreign.foreign`, where `backend` has it; else []."""
+    return backend.foreign() if isinstance(backend, Foreign) else []
 
 
 def check_object(name: str) -> str:

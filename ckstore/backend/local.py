@@ -19,6 +19,7 @@ from ckstore.backend.directories import Directories
 from ckstore.backend.fs import Fs, OsFs, PatientFs, Stat
 from ckstore.backend.oserrors import translated
 from ckstore.backend.publish import LocalStream, Publisher, twice
+from ckstore.backend.space import Space
 from ckstore.backend.temporaries import Temporaries, Written
 from ckstore.errors import BackendError, CorruptionError, FormatError, NotFoundError
 
@@ -43,6 +44,12 @@ class LocalBackend:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(put_if_absent=True, reserve=True)
+
+    def space(self) -> Space:
+        with translated("see how full the filesystem is"):
+            found = os.statvfs(self.root)
+        used = (found.f_blocks - found.f_bfree) * found.f_frsize
+        return Space(used, used + found.f_bavail * found.f_frsize)
 
     def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
         path = self._path(name)
@@ -150,6 +157,14 @@ class LocalBackend:
 
     def close(self) -> None:
         self._temporaries.drop_own()
+
+    def foreign(self) -> builtins.list[str]:
+        with translated(f"look around in {self.root}"):
+            try:
+                entries = list(self._fs.scandir(self.root))
+            except FileNotFoundError:
+                return []
+        return sorted(entry.name for entry in entries if layout.is_foreign(entry.name))
 
     # names and paths
 

@@ -66,6 +66,16 @@ class MemoryBackend:
         with self._lock:
             return sorted(name for name in self._objects if name.startswith(prefix))
 
+    def first(self, prefix: str) -> str | None:
+        check_prefix(prefix)
+        with self._lock:
+            return min((name for name in self._objects if name.startswith(prefix)), default=None)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        check_prefix(prefix)
+        with self._lock:
+            return {name: len(data) for name, data in sorted(self._objects.items()) if name.startswith(prefix)}
+
     def delete(self, name: str) -> bool:
         check_object(name)
         with self._lock:

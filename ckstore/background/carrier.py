@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from ckstore.background.runner import Runner
-from ckstore.errors import BackendError, NotSavedError
+from ckstore.errors import BackendError, CommittedUnderReplicatedError, NotSavedError
 from ckstore.info import SnapshotInfo
 from ckstore.writer.job import Job
 
@@ -79,6 +79,10 @@ class Carrier:
             if job.copy_failed is not None:
                 raise job.copy_failed
             saved, notes = self.runner.save(job)
+        except CommittedUnderReplicatedError as error:
+            _log.warning("%s", error)
+            self._post(self._told.finished, job, error, False)
+            return
         except BaseException as error:
             if member is not None:
                 member.tell(error)

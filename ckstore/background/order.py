@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from ckstore import staging
 from ckstore.background.carrier import Carrier
 from ckstore.background.runner import Runner
-from ckstore.errors import BackendError, InvalidInputError
+from ckstore.errors import BackendError, CommittedUnderReplicatedError, InvalidInputError
 from ckstore.ids import SaveName
 from ckstore.info import SnapshotInfo
 from ckstore.latch import Latch
@@ -174,8 +174,9 @@ class Order:
         self.running = None
         self._pruning = prunes
         self._let_go(job)
-        if self._keeps_bases and isinstance(outcome, SnapshotInfo):
-            self._before = job.as_before(SaveName(outcome.order[1], outcome.order[2]))
+        saved = outcome.snapshot if isinstance(outcome, CommittedUnderReplicatedError) else outcome
+        if self._keeps_bases and isinstance(saved, SnapshotInfo):
+            self._before = job.as_before(SaveName(saved.order[1], saved.order[2]))
         self._release(job)
         if isinstance(outcome, BaseException):
             job.pending.fail(outcome)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckstore import saver, staging
+from ckstore import staging
 from ckstore.background import exit
 from ckstore.background.carrier import log_pruned
 from ckstore.background.clerk import Clerk, Hold
@@ -19,9 +19,10 @@ from ckstore.background.order import SKIPPED, NoMemory, skip
 from ckstore.background.runner import Runner, ThreadRunner
 from ckstore.background.steady import is_within, spans_of
 from ckstore.context import Context
-from ckstore.errors import CkstoreWarning
+from ckstore.errors import CkstoreWarning, CommittedUnderReplicatedError
 from ckstore.info import SnapshotInfo
 from ckstore.pending import PendingSave
+from ckstore.replicas.group import Replicas
 from ckstore.retention import Retention
 from ckstore.saver import SaveRequest
 from ckstore.staging import Areas, lay_out
@@ -49,8 +50,11 @@ class Wishes:
 class Background:
     """The saves in the background of one open store, in one process."""
 
-    def __init__(self, context: Context, runner: Runner, limit: int | None = None) -> None:
+    def __init__(
+        self, context: Context, runner: Runner, limit: int | None = None, replicas: Replicas | None = None
+    ) -> None:
         self.pid = os.getpid()
+        self._replicas = replicas or Replicas(context)
         self._context = context
         self._runner = runner
         self._areas = Areas(staging.default_limit() if limit is None else limit)
@@ -203,11 +207,17 @@ class Background:
         self.flush()
         started = time.monotonic()
         pending.begin()
-        saved = saver.save(self._context, captured, request)
+        try:
+            saved = self._replicas.save(captured, request)
+        except CommittedUnderReplicatedError as error:
+            pending.copied()
+            pending.fail(error)
+            self._clerk.order.unsettled.append(pending)
+            return pending
         pending.copied()
         pending.succeed(SnapshotInfo.of(saved.record, saved.tags))
         if wishes.keep is not None:
-            log_pruned(ThreadRunner(self._context).prune(request.branch, wishes.keep, wishes.tidy))
+            log_pruned(ThreadRunner(self._context, self._replicas).prune(request.branch, wishes.keep, wishes.tidy))
         _warn_of_stall(why, started)
         return pending
 

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import ckstore
-from ckstore.cli import exits, labels, listing, output, plugins, stores, upkeep
+from ckstore.cli import copy, exits, keys, labels, listing, output, plugins, repair, replicas, stores, tier, upkeep
 from ckstore.cli.call import DebugOption
 
 # The public ancestor of every error of usage, by the one name that typer exports for it.
@@ -20,6 +20,7 @@ _EPILOG = (
     + "\n".join(f"  {code:<4} {meaning}" for code, meaning in sorted(exits.MEANING.items()))
     + "\n\n\b\nEnvironment:\n"
     + "  CKSTORE_STORE  the store of commands that name none\n"
+    + "  CKSTORE_KEY    where the key of an encrypted store is read, as --key has it\n"
     + "  CKSTORE_CACHE  where what may be lost is kept; ~/.cache/ckstore if unset"
 )
 
@@ -91,5 +92,5 @@ def root(
         raise typer.Exit()
 
 
-for group in (stores, listing, labels, upkeep):
+for group in (stores, listing, labels, upkeep, copy, repair, keys, replicas, tier):
     group.register(app)

@@ -24,6 +24,15 @@ StoreOption = Annotated[
     str | None,
     typer.Option("--store", "-s", metavar="STORE", show_default=False, help="The store; else CKSTORE_STORE, if set."),
 ]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        metavar="SOURCE",
+        show_default=False,
+        help="Where the key of an encrypted store is read: file:PATH, env:NAME or command:WORDS; else CKSTORE_KEY.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 LimitOption = Annotated[
@@ -36,12 +45,13 @@ TABLE_LIMIT = 100
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One run of a command. `words` are its arguments after the store."""
+    """One run of a command. `words` are its arguments after the store, `key` is where its master key is read."""
 
     place: str
     words: tuple[str, ...]
     json: bool
     debug: bool
+    key: str | None = None
 
     def word(self, index: int, otherwise: str) -> str:
         """The argument at `index`, or another text where it was not given."""
@@ -51,7 +61,7 @@ class Call:
         """The store, with the cache directory that the environment names; other settings as `ckstore.open` has them."""
         from ckstore.store import open_store
 
-        given = {"chunk_size": chunk_size, "profile": profile}
+        given = {"chunk_size": chunk_size, "profile": profile, "encryption_key": self.key}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return open_store(self.place, create, cache_dir=os.environ.get("CKSTORE_CACHE") or None, **settings)
 
@@ -91,13 +101,14 @@ def command(
         def run(**given: Any) -> None:
             ctx: typer.Context = given.pop("ctx")
             given_words, store = given.pop("words"), given.pop("store")
+            key = _first(given.pop("key"), os.environ.get("CKSTORE_KEY"))
             json, debug = given.pop("json"), given.pop("debug") or bool(ctx.find_root().params.get("debug"))
             with warnings.catch_warnings():
                 warnings.simplefilter("always", CkstoreWarning)
                 warnings.showwarning = _show_warning
                 try:
                     place, rest = places.split(given_words or (), fewest, most, store, os.environ.get("CKSTORE_STORE"))
-                    code = body(Call(place, rest, json, debug), **given)
+                    code = body(Call(place, rest, json, debug, key), **given)
                 except (Exception, KeyboardInterrupt) as error:
                     code = fail(error, debug)
             raise typer.Exit(code or exits.OK)
@@ -134,12 +145,18 @@ def _dress(run: Callable[..., None], body: Callable[..., Any]) -> None:
         inspect.Parameter("words", kind, default=None, annotation=argument),
         *(parameter.replace(kind=kind) for parameter in own),
         inspect.Parameter("store", kind, default=None, annotation=StoreOption),
+        inspect.Parameter("key", kind, default=None, annotation=KeyOption),
         inspect.Parameter("json", kind, default=False, annotation=JsonOption),
         inspect.Parameter("debug", kind, default=False, annotation=DebugOption),
     ]
     run.__name__, run.__doc__ = body.__name__, body.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__dict__["__signature__"] = inspect.Signature(parameters)
+
+
+def _first(option: str | None, environment: str | None) -> str | None:
+    """What an option says, else the environment; an empty text says that there is nothing."""
+    return (environment if option is None else option) or None
 
 
 def _show_warning(

@@ -217,6 +217,7 @@ def status(report: StatusReport) -> Document:
         "tags": dict(report.tags),
         "quarantined": list(report.quarantined),
         "condemned": list(report.condemned),
+        "evicted": list(report.evicted),
         "removed": report.removed,
         "unreadable": list(report.unreadable),
         "damaged_frames": report.damaged_frames,
@@ -227,6 +228,7 @@ def status(report: StatusReport) -> Document:
         "logical_bytes": report.logical_bytes,
         "reclaimable_bytes": report.reclaimable_bytes,
         "blocked": report.blocked or None,
+        "evidence_bytes": report.evidence_bytes,
     }
 
 

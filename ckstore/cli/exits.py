@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckstore.errors import (
     BackendError,
+    CommittedUnderReplicatedError,
     ConflictError,
     CorruptionError,
     FencedError,
@@ -31,13 +32,15 @@ _OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
     (FencedError, CONFLICT),
     (NotSavedError, CONFLICT),
     (SaveFailedError, 5),
+    (CommittedUnderReplicatedError, 5),
     (FormatError, 7),
     (OSError, 5),
 )
 
 MEANING = {
     OK: "done",
-    FOUND: "verify found damage; diff --exit-code found differences",
+    FOUND: "verify found damage, or repair left some; a replica is not well or not complete; diff --exit-code found "
+    "differences",
     USAGE: "wrong usage or unusable input; nothing was changed",
     3: "no such store, snapshot, tag or branch",
     4: "stored bytes are damaged",

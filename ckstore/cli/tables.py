@@ -155,12 +155,14 @@ def status(out: Console, report: StatusReport) -> None:
             ("tags", ", ".join(f"{label} → {name}" for label, name in report.tags.items())),
             ("quarantined", ", ".join(report.quarantined) or "none"),
             ("being removed", ", ".join(report.condemned)),
+            ("evicted from here", ", ".join(report.evicted)),
             ("removed", report.removed),
             ("unreadable", ", ".join(report.unreadable)),
             ("damaged frames", report.damaged_frames or ""),
             ("logical", size(report.logical_bytes)),
             ("stored", f"{size(report.pack_bytes)} in {count(report.packs, 'pack')}"),
             ("reclaimable", f"nothing can be freed: {report.blocked}" if report.blocked else _freeable(report)),
+            ("evidence", f"{size(report.evidence_bytes)} of what repairs replaced" if report.evidence_bytes else ""),
         ],
     )
     _busy(out, "SAVES UNDER WAY", report.undecided)

@@ -6,18 +6,21 @@ Each is a msgpack map in an envelope. `encode` and `decode` are the only doors; 
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from ckstore.errors import FormatError
 from ckstore.format import envelope
+from ckstore.host import HOST_PATTERN
 from ckstore.ids import HASH_BYTES, LABEL_PATTERN, SAVE_PATTERN, SaveName
 from ckstore.layout import PACK_PATTERN
 from ckstore.process import Owner
 
 FORMAT = 1
+MAX_MEMBERS = 16
+"""Storages of one store."""
 MAX_RECORD = 64 << 20
 """Largest record read, in bytes: a commit of half a million packs is below it."""
 
@@ -28,6 +31,11 @@ Pack = Annotated[str, Meta(pattern=rf"\A{PACK_PATTERN}\Z")]
 Branch = Annotated[str, Meta(pattern=rf"\A{LABEL_PATTERN}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Host = Annotated[str, Meta(pattern=rf"\A{HOST_PATTERN}\Z")]
+Url = Annotated[str, Meta(pattern=r"\A[^\x00-\x20\x7f@]{1,2000}\Z")]
+"""Without a user or a password, which would stand before an `@`; one of the place itself is percent-encoded."""
+TermNumber = Annotated[int, Meta(ge=1, le=2**32 - 2)]
+"""In the upper half of a sequence: the saves of each authority have a range of their own."""
 Seconds = Annotated[float, Meta(ge=0, le=253402300799)]
 """A duration, or a time since 1970 that a calendar can show (until the year 9999)."""
 
@@ -67,13 +75,17 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     counter: Count = 0
 
 
-class ManifestRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one rank's manifest is: in `manifests/<save>/<rank>`, or in `inline` when it is small."""
+class ManifestRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where one rank's manifest is: in `manifests/<save>/<rank>`, or in `inline` when it is small.
+
+    `host` is the machine that wrote it and the rank's packs, empty where that is not known.
+    """
 
     rank: Count
     size: Count
     hash: Hash
     inline: bytes | None = None
+    host: Host = ""
 
 
 class PackRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -167,8 +179,11 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evidence: dict[str, str] = {}
 
 
-class Damage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A damaged range of a pack: readers look elsewhere, writers treat its chunk as unknown."""
+class Damage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A damaged range of a pack: readers look elsewhere, writers treat its chunk as unknown.
+
+    `host` is the machine that saw it, `storage` where the pack was read.
+    """
 
     pack: Pack
     offset: Count
@@ -176,6 +191,8 @@ class Damage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what: str
     at: Seconds
     by: Owner
+    host: Host = ""
+    storage: str = ""
 
 
 class Tag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,9 +224,58 @@ class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     live: list[Save]
 
 
+class TierRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a storage of several is for: its place in their order, and what it keeps the packs of (SPEC §14).
+
+    `keep` newest of each branch and steps that are multiples of `every` stay. Of the others those go that are older
+    than `max_age` seconds and, as long as more than the share `evict_above` of the filesystem or more than `budget`
+    bytes are used, the oldest; without any of these three, all that `keep` leaves.
+    """
+
+    order: Annotated[int, Meta(ge=0, le=99)] = 0
+    keep: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    every: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    max_age: Annotated[float, Meta(gt=0, le=253402300799)] | None = None
+    evict_above: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    budget: Count | None = None
+
+
+class StoragePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of the storages of a store: a name that never changes, and where it is, without secrets."""
+
+    name: Branch
+    url: Url
+    role: Literal["authority", "copy"] = "copy"
+    tier: TierRules | None = None
+
+
+class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Storages that hold a store, and on how many of them a snapshot must be complete before a save reports success."""
+
+    members: Annotated[list[StoragePlace], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    required: Annotated[int, Meta(ge=1, le=MAX_MEMBERS)]
+
+
+class Term(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Who is the authority among several storages, where saves are decided; each term has a number of its own.
+
+    `promoted` is the number of the term in which the authority became it. `former` are configurations that snapshots
+    saved earlier may still depend on, the oldest first: what is counted must count in each of them too.
+    """
+
+    number: TermNumber
+    promoted: TermNumber
+    authority: Branch
+    members: Annotated[list[StoragePlace], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    required: Annotated[int, Meta(ge=1, le=MAX_MEMBERS)]
+    owner: Owner
+    at: Seconds
+    former: Annotated[list[Configuration], Meta(max_length=MAX_MEMBERS)] = []
+
+
 _KINDS: dict[type, bytes] = {
     Config: b"C", Announcement: b"S", Pin: b"P", Part: b"W",
-    Mark: b"K", Damage: b"D", Tag: b"T", Epoch: b"E", Floor: b"F",
+    Mark: b"K", Damage: b"D", Tag: b"T", Epoch: b"E", Floor: b"F", Term: b"A",
 }  # fmt: skip
 _DECISION = b"R"
 
@@ -248,6 +314,8 @@ def _decode(payload: bytes | memoryview, kind: type[R], name: str) -> R:
         _check_relocation(record, name)
     if isinstance(record, Part) and record.done is not None:
         _check_done(record.rank, record.done, name)
+    if isinstance(record, Term):
+        _check_term(record, name)
     return record
 
 
@@ -274,3 +342,16 @@ def _check_relocation(record: Relocation, name: str) -> None:
     for moved in record.moved:
         if len(moved.ids) % HASH_BYTES or len(moved.offsets) * (HASH_BYTES // 8) != len(moved.ids):
             raise FormatError(f"{name} holds tables of different lengths")
+
+
+def _check_term(record: Term, name: str) -> None:
+    shapes: list[Term | Configuration] = [record, *record.former]
+    for one in shapes:
+        names, urls = {member.name for member in one.members}, {member.url for member in one.members}
+        if len(names) < len(one.members) or len(urls) < len(one.members):
+            raise FormatError(f"{name} lists a storage twice")
+        if one.required > len(one.members):
+            raise FormatError(f"{name} asks for {one.required} of {len(one.members)} storages")
+    leading = [member.name for member in record.members if member.role == "authority"]
+    if leading != [record.authority] or record.promoted > record.number:
+        raise FormatError(f"{name} does not name one authority")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.errors import UnsupportedTypeError
-from ckstore.state import arrays, scalars, tree
+from ckstore.state import arrays, fields, scalars, tree
 from ckstore.state.groups import Source
 from ckstore.state.nodes import METADATA, Array, Composite, Foreign, Mapping, Run, Sequence
 from ckstore.state.paths import Part, Path, Step, spell
@@ -163,6 +163,7 @@ class _Walk:
         view, memory = arrays.describe(value)
         mask = arrays.value_bytes(value.dtype)
         leaf = Array(False, dtype, view, None, 0)
+        self._refuse_unreadable(path, value, leaf)
         self._leaf(leaf, _source(path, view, memory, arrays.codec_hint(value.dtype), str(dtype), mask))
 
     def _bytes(self, path: Path, text: bool, raw: bytes) -> None:
@@ -187,15 +188,21 @@ class _Walk:
             case None:
                 raise UnsupportedTypeError(spell(path), _name(value))
             case Foreign():
+                self._refuse_unreadable(path, value, found)
                 self.nodes.append(found)
             case Described():
                 leaf = Array(True, found.dtype, found.view, None, 0, found.flags)
+                self._refuse_unreadable(path, value, leaf)
                 source = _source(path, found.view, found.memory, codec_hint(found.dtype), found.dtype, None)
                 self._leaf(leaf, source)
             case Composed():
                 node = Composite(found.kind, found.fields, tuple(found.parts))
                 parts = ((Part(name), part) for name, part in found.parts.items())
                 self._enter(path, value, node, parts)
+
+    def _refuse_unreadable(self, path: Path, value: object, leaf: Array | Foreign) -> None:
+        if (why := fields.why_not(leaf)) is not None:
+            raise UnsupportedTypeError(spell(path), _name(value), why)
 
     def _leaf(self, leaf: Array | Run, source: Source) -> None:
         if source.view.nbytes:

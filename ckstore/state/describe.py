@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from ckstore.state import arrays
 from ckstore.state.nodes import CONJ, NEG, PARAMETER, REQUIRES_GRAD, Array, Composite, Foreign, Mapping, Run, Sequence
 from ckstore.state.paths import Path, spell, spell_int
-from ckstore.state.tree import Tree
+from ckstore.state.tree import Tree, decode_order
 
 _FLAGS = {PARAMETER: "parameter", REQUIRES_GRAD: "requires_grad", CONJ: "conj", NEG: "neg"}
 
@@ -39,9 +41,9 @@ class Entry:
         return () if self.array is None else tuple(word for bit, word in _FLAGS.items() if self.array.flags & bit)
 
 
-def entries(tree: Tree) -> Iterator[Entry]:
-    """Every leaf in canonical order; an empty container is a leaf."""
-    for path, index in _walk(tree):
+def entries(tree: Tree, order: bytes | None = None) -> Iterator[Entry]:
+    """Every leaf in canonical order, or in that in which dicts were filled; an empty container is a leaf."""
+    for path, index in _walk(tree, {} if order is None else decode_order(order, tree)):
         node = tree.nodes[index]
         if index not in tree.ends or tree.ends[index] == index + 1:
             yield leaf_at(node, spell(path))
@@ -67,13 +69,16 @@ def blob_paths(tree: Tree) -> dict[int, str]:
     return found
 
 
-def _walk(tree: Tree) -> Iterator[tuple[Path, int]]:
+def _walk(tree: Tree, orders: MappingABC[int, list[int]] = MappingProxyType({})) -> Iterator[tuple[Path, int]]:
     waiting: list[tuple[Path, int]] = [((), 0)]
     while waiting:
         path, index = waiting.pop()
         yield path, index
         if index in tree.ends:
-            waiting += reversed([((*path, step), child) for step, child in tree.children(index)])
+            below = [((*path, step), child) for step, child in tree.children(index)]
+            if index in orders:  # of its keys: what stands behind them stays there
+                below = [below[number] for number in orders[index]] + below[len(orders[index]) :]
+            waiting += reversed(below)
 
 
 def leaf_at(node: object, path: str = "") -> Entry:

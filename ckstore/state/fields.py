@@ -37,6 +37,20 @@ class Place:
         return blob, offset
 
 
+def why_not(node: object) -> str | None:
+    """Why a leaf that a state holds would be refused when it is read back out of a tree; None if it would not."""
+    match node:
+        case Array(view=View(shape, strides, itemsize)):
+            if len(shape) > _MAX_DIMENSIONS:
+                return f"it has {len(shape)} dimensions, over the limit of {_MAX_DIMENSIONS}"
+            if not _is_possible(shape, itemsize) or any(abs(n) >= _MAX_ELEMENTS for n in strides):
+                return f"its shape {str(shape)[:200]} or its strides are beyond what can be read back"
+        case Foreign(kind="size", value=list(sizes)):
+            if len(sizes) > _MAX_DIMENSIONS or any(abs(n) >= _MAX_ELEMENTS for n in sizes):
+                return f"it has more than {_MAX_DIMENSIONS} numbers, or one of {_MAX_ELEMENTS} or more"
+    return None
+
+
 def is_contiguous(view: View) -> bool:
     return view.strides == contiguous_strides(view.shape, view.itemsize)
 
@@ -75,8 +89,7 @@ def _array(leaf: Array, place: Place) -> Array:
 
 def _view(shape: object, strides: object, itemsize: int) -> View:
     sizes = _integers(shape)
-    # Dimensions of size 0 count as 1: libraries multiply the others all the same.
-    if any(n < 0 for n in sizes) or prod(max(n, 1) for n in sizes) * max(itemsize, 1) >= _MAX_ELEMENTS:
+    if any(n < 0 for n in sizes) or not _is_possible(sizes, itemsize):
         raise FormatError(f"an impossible shape: {str(sizes)[:200]}")
     if strides is None:
         return View(sizes, contiguous_strides(sizes, itemsize), itemsize)
@@ -84,6 +97,11 @@ def _view(shape: object, strides: object, itemsize: int) -> View:
     if len(steps) != len(sizes) or any(abs(n) >= _MAX_ELEMENTS for n in steps):
         raise FormatError(f"strides {str(steps)[:200]} do not fit shape {str(sizes)[:200]}")
     return View(sizes, steps, itemsize)
+
+
+def _is_possible(shape: tuple[int, ...], itemsize: int) -> bool:
+    # Dimensions of size 0 count as 1: libraries multiply the others all the same.
+    return prod(max(n, 1) for n in shape) * max(itemsize, 1) < _MAX_ELEMENTS
 
 
 def run(text: bool, place: Place, size: object) -> Run:

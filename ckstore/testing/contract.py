@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import pytest
 
-from ckstore import aligned
-from ckstore.backend.base import Backend
+from ckstore import aligned, layout
+from ckstore.backend.base import Backend, foreign, get_parts, probe
 from ckstore.errors import BackendError, CorruptionError, FormatError, InvalidInputError, NotFoundError
 
 LIMIT = 1 << 20
@@ -38,7 +38,11 @@ T = TypeVar("T")
 
 
 class BackendContract:
-    """Each test gets a new, empty backend."""
+    """Each test gets a new, empty backend.
+
+    One that is declared to have a single writer (`Capabilities.single_writer`) passes as well: its creations exclude
+    each other among the threads that share the object.
+    """
 
     @pytest.fixture
     def backend(self) -> Iterator[Backend]:
@@ -232,6 +236,23 @@ class BackendContract:
             with pytest.raises(InvalidInputError):
                 backend.get_into("things/a", start, view)
 
+    @pytest.mark.parametrize("sizes", [[], [0], [1], [7, 0, 90], [1 << 16, 1, 4095], [30] * 50])
+    def test_parts_are_what_stands_there(self, backend: Backend, sizes: list[int]) -> None:
+        """Whether or not the backend reads them with one request."""
+        content = random.Random(len(sizes)).randbytes(5 + sum(sizes))
+        backend.put("things/a", content)
+        parts = [memoryview(bytearray(size)) for size in sizes]
+        get_parts(backend, "things/a", 5, parts)
+        assert b"".join(parts) == content[5:]
+
+    def test_parts_of_a_short_or_absent_object_are_an_error(self, backend: Backend) -> None:
+        backend.put("things/a", b"12345")
+        parts = [memoryview(bytearray(2)) for _ in range(2)]
+        with pytest.raises(CorruptionError, match="things/a"):
+            get_parts(backend, "things/a", 2, parts)
+        with pytest.raises(NotFoundError, match="things/b"):
+            get_parts(backend, "things/b", 2, parts)
+
     # listing
 
     def test_a_listing_is_sorted_deep_and_exact(self, backend: Backend) -> None:
@@ -342,6 +363,23 @@ class BackendContract:
                     assert backend.get(name, limit=LIMIT) == model[name]
         assert {name: backend.get(name, limit=LIMIT) for name in model} == model
 
+    # a place for a store
+
+    def test_what_a_store_puts_there_is_not_foreign(self, backend: Backend) -> None:
+        assert foreign(backend) == []
+        backend.put(layout.CONFIG, b"x")
+        for house in layout.HOUSES:
+            if house.endswith("/") and house not in (layout.TEMPORARIES, layout.ENCRYPTION):
+                backend.put(f"{house}a", b"x")
+        stream = backend.put_stream("packs/b", 1)
+        assert foreign(backend) == []
+        stream.abort()
+
+    def test_trying_it_out_leaves_nothing(self, backend: Backend) -> None:
+        probe(backend)
+        assert foreign(backend) == []
+        assert backend.put_if_absent("things/a", b"x") is True
+
     # the rest
 
     def test_closing_twice_is_closing_once(self, backend: Backend) -> None:
@@ -350,7 +388,7 @@ class BackendContract:
 
     def test_it_says_where_it_is(self, backend: Backend) -> None:
         assert "://" in backend.url
-        assert backend.capabilities.put_if_absent is True
+        assert backend.capabilities.put_if_absent or backend.capabilities.single_writer
 
 
 def _reads(backend: Backend, name: str) -> list[Callable[[], object]]:

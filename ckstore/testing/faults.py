@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, ParamSpec, TypeVar, cast
 
-from ckstore.backend.base import Backend, Capabilities, PutStream
+from ckstore.backend.base import Backend, PutStream
 from ckstore.backend.fs import Fs, FsWrapper
+from ckstore.backend.wrapper import BackendWrapper
 from ckstore.errors import InvalidInputError
 
 P = ParamSpec("P")
@@ -125,57 +125,21 @@ def _short(verb: str, function: Callable[..., object], *args: object) -> object:
     return function(fd, view[: max(1, len(view) // 2)], offset)
 
 
-class FaultyBackend:
-    """A `Backend` whose calls fail as `faults` say; streams count as "append", "commit" and "abort"."""
+class FaultyBackend(BackendWrapper):
+    """A `Backend` whose calls fail as `faults` say; streams count as "append", "commit" and "abort".
+
+    It has what `inner` has beyond the verbs; where that reads parts with one request, this is one "get_into".
+    """
 
     def __init__(self, inner: Backend, *faults: Fault) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.faults = Faults(faults)
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
 
     def _call(self, verb: str, name: str, call: Callable[[], R]) -> R:
         return _struck(self.faults.due(verb, name), call)
 
-    def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        self._call("put", name, lambda: self.inner.put(name, data, durable=durable))
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        return self._call("put_if_absent", name, lambda: self.inner.put_if_absent(name, data))
-
     def put_stream(self, name: str, size_hint: int) -> PutStream:
-        inner = self._call("put_stream", name, lambda: self.inner.put_stream(name, size_hint))
-        return _FaultyStream(inner, name, self)
-
-    def get(self, name: str, *, limit: int) -> bytes:
-        return self._call("get", name, lambda: self.inner.get(name, limit=limit))
-
-    def get_into(self, name: str, start: int, view: memoryview) -> None:
-        self._call("get_into", name, lambda: self.inner.get_into(name, start, view))
-
-    def stat(self, name: str) -> int:
-        return self._call("stat", name, lambda: self.inner.stat(name))
-
-    def list(self, prefix: str) -> builtins.list[str]:
-        return self._call("list", prefix, lambda: self.inner.list(prefix))
-
-    def delete(self, name: str) -> bool:
-        return self._call("delete", name, lambda: self.inner.delete(name))
-
-    def sync(self, prefix: str) -> None:
-        self._call("sync", prefix, lambda: self.inner.sync(prefix))
-
-    def sweep_temporaries(self, decided: set[str]) -> int:
-        return self._call("sweep_temporaries", "tmp/", lambda: self.inner.sweep_temporaries(decided))
-
-    def close(self) -> None:
-        self._call("close", "", self.inner.close)
+        return _FaultyStream(super().put_stream(name, size_hint), name, self)
 
 
 class _FaultyStream:

@@ -19,9 +19,17 @@ from typing import Any
 
 from ckstore import staging
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, FormatError, SaveFailedError
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    CommittedUnderReplicatedError,
+    FormatError,
+    SaveFailedError,
+)
 from ckstore.format import records
 from ckstore.ids import SaveName
+from ckstore.info import SnapshotInfo
+from ckstore.replicas.group import Replicas
 from ckstore.retention import Retention
 from ckstore.saver import Saved, settle
 from ckstore.writer import errors, launch, messages, remains, sources
@@ -51,16 +59,20 @@ class WriterClient:
 
     streams = True
 
-    def __init__(self, context: Context, nice: int = 0) -> None:
+    def __init__(self, context: Context, nice: int = 0, replicas: Replicas | None = None) -> None:
         self._context = context
         self._nice = nice
+        self._replicas = replicas or Replicas(context)
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
         """Of the last one that was started."""
         self._channel: Channel | None = None
 
     def save(self, job: Job) -> tuple[Saved, list[str]]:
-        """Have a staged save written; the snapshot, which is durable, and what there is to warn of."""
+        """Have a staged save written; the snapshot, which is durable, and what there is to warn of.
+
+        `CommittedUnderReplicatedError` when it is durable on fewer storages than required.
+        """
         member = job.request.member
         if member is None:
             return self._save(job)
@@ -76,7 +88,7 @@ class WriterClient:
             except EOFError:
                 how = _ended(self._bury(GRACE_SECONDS))
                 if (saved := self._settle(names, job)) is not None:
-                    return saved, []
+                    return self._shipped(saved, job), []
                 if names and (member := job.request.member) is not None:  # it failed for every rank
                     raise SaveFailedError(member.rank, job.request.step, f"its writer process {how}") from None
                 if not job.layout.is_whole and job.streamed.is_set():
@@ -91,7 +103,7 @@ class WriterClient:
                 with suppress(CkstoreError):
                     saved = self._settle(names, job)
                 if saved is not None and isinstance(error, SaveFailedError):
-                    return saved, []  # another rank failed when all had been done
+                    return self._shipped(saved, job), []  # another rank failed when all had been done
                 raise
             else:
                 return _outcome(answer)
@@ -103,6 +115,24 @@ class WriterClient:
             return settle(self._context, names[-1], job.request) if names else None
         finally:
             remains.withdraw(self._context.backend, self._pid)
+
+    def _shipped(self, saved: Saved, job: Job) -> Saved:
+        """Have another writer bring a snapshot to the other storages, as the one that committed it is gone."""
+        member = job.request.member
+        if self._replicas.is_one or (member is not None and member.rank):
+            return saved
+        record = saved.record
+        for _ in range(ATTEMPTS):
+            try:
+                channel = self._connected()
+                channel.send(messages.Ship(record.save, list(saved.tags)))
+                return _outcome(channel.receive_in_trainer())[0]
+            except EOFError:
+                self._bury(GRACE_SECONDS)
+        name, why = "the writer process", f"{ATTEMPTS} of them died"
+        error = CommittedUnderReplicatedError(SaveName.parse(record.save).nonce, record.step, 1, 1, [(name, why)])
+        error.snapshot = SnapshotInfo.of(record, saved.tags)
+        raise error
 
     def _exchange(self, job: Job, names: list[SaveName]) -> messages.ToTrainer:
         """Send a save and whatever is asked for; the last answer. `names` gets each name that the save takes."""
@@ -202,7 +232,19 @@ class WriterClient:
             )
         context = self._context
         cache = os.fsencode(context.cache.parent)
-        channel.send(Open(context.backend.url, context.config.store, context.profile.name, cache, self._nice))
+        key, replicas = context.encryption_key, self._replicas
+        channel.send(
+            Open(
+                context.backend.url,
+                context.config.store,
+                context.profile.name,
+                cache,
+                self._nice,
+                key,
+                None if replicas.is_one else replicas.deadline,
+                dict(replicas.storages.keys),
+            )
+        )
         answer = channel.receive_in_trainer()
         if isinstance(answer, Failed):
             raise errors.decode(answer.errors)
@@ -287,4 +329,10 @@ def _outcome(answer: messages.ToTrainer) -> tuple[Saved, list[str]]:
     assert isinstance(answer, messages.Saved)
     record = records.decode_decision(answer.record, SaveName.parse(answer.save), "the writer's answer")
     assert isinstance(record, records.Commit)
-    return Saved(record, tuple(answer.tags)), answer.notes
+    saved = Saved(record, tuple(answer.tags))
+    if answer.short:
+        error = errors.decode(answer.short)
+        if isinstance(error, CommittedUnderReplicatedError):
+            error.snapshot = SnapshotInfo.of(record, saved.tags)
+        raise error
+    return saved, answer.notes

@@ -1,7 +1,7 @@
 """What trainer and writer process say to each other: msgpack in frames over a socket pair, memory by descriptor.
 
     trainer → writer    Open, then per save: Before (with the memory of the snapshot before, for bases),
-                        Save (with the staging memory), Bytes (with a blob's); Prune
+                        Save (with the staging memory), Bytes (with a blob's); Prune; Ship
     writer → trainer    Hello, Opened, then per save: Named, Want …, Saved or Failed; Pruned
 
 A frame is its length in 8 bytes, little-endian, and so many bytes. Both ends are of one version of ckstore: the trainer
@@ -41,7 +41,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class Open(msgspec.Struct, tag=True, frozen=True):
     """The store to open, as the trainer has it open; `nice` is added to the priority of the process.
 
-    `cache` is a path as bytes: one that is no text has no other form.
+    `cache` is a path as bytes: one that is no text has no other form. `encryption_key` says where a key is read, `keys`
+    where those of other storages are, by URL; no key is ever in a message. `deadline` is how many seconds a save waits
+    for the other storages, None where there are none.
     """
 
     url: str
@@ -49,6 +51,9 @@ class Open(msgspec.Struct, tag=True, frozen=True):
     profile: str
     cache: bytes
     nice: int = 0
+    encryption_key: str | None = None
+    deadline: float | None = None
+    keys: dict[str, str] = {}
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
@@ -125,15 +130,6 @@ class Bytes(msgspec.Struct, tag=True, frozen=True):
     size: int | None
 
 
-class Saved(msgspec.Struct, tag=True, frozen=True):
-    """The snapshot is durable. `notes` are warnings that came up."""
-
-    save: str
-    record: bytes
-    tags: list[str]
-    notes: list[str]
-
-
 class ErrorRow(msgspec.Struct, frozen=True):
     """One error of a chain: the name of its class, what it was made of, and what it says."""
 
@@ -141,6 +137,23 @@ class ErrorRow(msgspec.Struct, frozen=True):
     args: list[Any]
     fields: dict[str, Any]
     text: str
+
+
+class Saved(msgspec.Struct, tag=True, frozen=True):
+    """The snapshot is durable. `notes` are warnings that came up, `short` why it is on fewer storages than required."""
+
+    save: str
+    record: bytes
+    tags: list[str]
+    notes: list[str]
+    short: list[ErrorRow] = []
+
+
+class Ship(msgspec.Struct, tag=True, frozen=True):
+    """A snapshot that a writer before committed, and died: bring it to the other storages of the store."""
+
+    save: str
+    tags: list[str]
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -165,7 +178,7 @@ class Pruned(msgspec.Struct, tag=True, frozen=True):
     error: str | None
 
 
-ToWriter = Open | Before | Save | Bytes | Prune
+ToWriter = Open | Before | Save | Bytes | Prune | Ship
 ToTrainer = Hello | Opened | Named | Want | Saved | Failed | Pruned
 
 QUIET_SECONDS = 10.0

@@ -17,20 +17,25 @@ from ckstore import saver, upkeep
 from ckstore.commit import check_same_store
 from ckstore.context import Context
 from ckstore.deltas import Held
-from ckstore.errors import BackendError, FencedError
+from ckstore.errors import BackendError, CommittedUnderReplicatedError, FencedError
 from ckstore.format import records
+from ckstore.history import read_whole_decision
 from ckstore.ids import SaveName
 from ckstore.member import Member
 from ckstore.opening import open_context
+from ckstore.replicas.group import Replicas
+from ckstore.replicas.opened import rejoin
 from ckstore.retention import Retention
 from ckstore.state.capture import Blob, Captured
 from ckstore.throttle import throttle_of
+from ckstore.tiers.background import Housekeeping
 from ckstore.writer import errors, sources
 from ckstore.writer.messages import (
     Before,
     BlobRow,
     Bytes,
     Channel,
+    ErrorRow,
     Failed,
     Hello,
     Named,
@@ -40,12 +45,16 @@ from ckstore.writer.messages import (
     Pruned,
     Save,
     Saved,
+    Ship,
     Want,
 )
 
 
 def serve(end: socket.socket) -> None:
-    """Serve the trainer at the other end until it is gone; a save that was handed over whole is finished first."""
+    """Serve the trainer at the other end until it is gone; a save that was handed over whole is finished first.
+
+    Then other storages of the store get what they lack, for as long as a save waits for them at most.
+    """
     with end, suppress(EOFError):
         channel = Channel(end)
         channel.send(Hello(sources.VERSION))
@@ -53,16 +62,24 @@ def serve(end: socket.socket) -> None:
         assert isinstance(opening, Open)
         try:
             context = _open(opening)
+            deadline, keys = opening.deadline, opening.keys
+            replicas = Replicas(context) if deadline is None else rejoin(context, deadline, keys)
         except Exception as error:
             channel.send(Failed(errors.encode(error), []))
             return
         channel.send(Opened())
-        Service(channel, context).run()
+        service = Service(channel, context, replicas)
+        try:
+            service.run()
+        finally:
+            service.close()
+            replicas.close()
 
 
 def _open(opening: Open) -> Context:
     os.nice(opening.nice)  # the kernel derives the priority of its reads and writes from that
-    context = open_context(opening.url, False, opening.profile, os.fsdecode(opening.cache), 0)
+    cache, key = os.fsdecode(opening.cache), opening.encryption_key
+    context = open_context(opening.url, False, opening.profile, cache, 0, encryption_key=key)
     if context.config.store != opening.store:
         raise FencedError(f"the store that was opened at {opening.url} was removed and another one was made")
     return context
@@ -71,10 +88,16 @@ def _open(opening: Open) -> Context:
 class Service:
     """Answers one trainer."""
 
-    def __init__(self, channel: Channel, context: Context) -> None:
+    def __init__(self, channel: Channel, context: Context, replicas: Replicas | None = None) -> None:
         self._channel = channel
         self._context = context
+        self._replicas = replicas or Replicas(context)
+        self._tiers = Housekeeping(context, self._replicas)
         self._asking = threading.Lock()
+
+    def close(self) -> None:
+        """Let go of what goes on beside saves."""
+        self._tiers.close()
 
     def run(self) -> None:
         """Until `EOFError`."""
@@ -92,6 +115,8 @@ class Service:
                 case Prune():
                     self._pace(message.bandwidth_limit)
                     self._channel.send(self._prune(message))
+                case Ship():
+                    self._channel.send(self._ship(message))
 
     def _pace(self, rate: int | None) -> None:
         """Write as fast as the trainer would now."""
@@ -110,13 +135,32 @@ class Service:
             try:
                 if fd is None:  # the system drops descriptors silently that it has no room for
                     raise BackendError("the writer process has no descriptor left for the state", retryable=True)
+                self._replicas.check_writable()
                 with _mapped(fd, message.size) as memory:
                     captured = self._captured(message, memory)
                     saved = saver.save(self._context, captured, request, self._tell_name, held)
+                short = [] if request.member is not None and request.member.rank else self._shipped(saved)
             except Exception as error:
                 return Failed(errors.encode(error), _notes(caught))
         notes = _notes(caught)
-        return Saved(saved.record.save, records.encode(saved.record), list(saved.tags), notes)
+        return Saved(saved.record.save, records.encode(saved.record), list(saved.tags), notes, short)
+
+    def _ship(self, message: Ship) -> Saved | Failed:
+        try:
+            record = read_whole_decision(self._context, SaveName.parse(message.save))
+            assert isinstance(record, records.Commit)
+            short = self._shipped(saver.Saved(record, tuple(message.tags)))
+        except Exception as error:
+            return Failed(errors.encode(error), [])
+        return Saved(message.save, records.encode(record), message.tags, [], short)
+
+    def _shipped(self, saved: saver.Saved) -> list[ErrorRow]:
+        """Have a snapshot count as required; why it is on fewer storages, if it is."""
+        try:
+            self._replicas.ship(saved)
+        except CommittedUnderReplicatedError as error:
+            return errors.encode(error)
+        return []
 
     def _captured(self, message: Save, memory: memoryview) -> Captured:
         blobs = [self._blob(i, row, memory) for i, row in enumerate(message.blobs)]
@@ -152,9 +196,12 @@ class Service:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # every look at the store repeats them; the trainer's own shows them
+                self._replicas.check_writable()
                 prune(self._context, message.branch, Retention.of(message.policy), message.tidy)
         except Exception as error:
             return Pruned(errors.text_of(error))
+        self._replicas.look()
+        self._tiers.look()
         return Pruned(None)
 
 

@@ -3,12 +3,14 @@
 torch trusts an archive: it takes the size of a storage from the pickle and not from the record that holds it. So
 everything is looked at here first, without torch. Records are stored as they are (nothing to inflate), lie within the
 archive and do not overlap, no two have a name in common, and the archive ends with its directory, so that there is but
-one to read.
+one to read. Of the calls that torch would make for a pickle, those are refused that make memory of any size out of a
+number, or more of some bytes than there are.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from itertools import pairwise
 
 from ckstore.errors import InvalidInputError
 from ckstore_torch.convert import pickled
-from ckstore_torch.convert.pickled import Name, Pickled
+from ckstore_torch.convert.pickled import Call, Name, Pickled
 from ckstore_torch.convert.region import Region
 
 MAGIC = b"PK\x03\x04"
@@ -41,6 +43,13 @@ STORAGES: dict[str, int] = {
 }
 
 
+_REBUILD = "torch._utils._rebuild_"
+_MAKES_MEMORY = re.compile(
+    r"_codecs\.encode|.*\bbytearray|torch\.(?:\w+\.)*\w*(?:Tensor|Storage)|torch\._tensor\._rebuild_from_type_v2"
+)
+"""Names that torch calls for a pickle, and that can be called for memory that is not in the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Archive:
     """A checked archive. `storages` are first byte and size of each storage that its pickle refers to, by its key."""
@@ -61,6 +70,8 @@ def read(region: Region) -> Archive:
     if size > pickled.MAX_BYTES:
         raise InvalidInputError(f"a pickle of {size} bytes; the limit is {pickled.MAX_BYTES}")
     found = pickled.read(region.at(start, size))
+    for call in found.calls:
+        _check_call(call)
     storages = dict(_storage(key, records) for key in found.references)
     order = region.at(*records["byteorder"]) if "byteorder" in records else b"little"
     return Archive(found, storages, order == b"little")
@@ -72,6 +83,16 @@ def element_size(kind: object) -> int:
     if size is None:
         raise InvalidInputError(f"a storage of an unknown kind: {str(kind)[:100]}")
     return size
+
+
+def _check_call(call: Call) -> None:
+    match call:
+        case Call(Name("_codecs.encode"), (str(), "latin1")):  # how bytes are pickled by the oldest protocols
+            return
+        case Call(Name("torch._tensor._rebuild_from_type_v2"), (Name(inner), *_)) if inner.startswith(_REBUILD):
+            return
+        case Call(Name(path)) if _MAKES_MEMORY.fullmatch(path):
+            raise InvalidInputError(f"a call of {path[:100]}, which no checkpoint needs")
 
 
 def _storage(reference: object, records: Mapping[str, tuple[int, int]]) -> tuple[str, tuple[int, int]]:

@@ -72,6 +72,8 @@ class _Parts:
             raise InvalidInputError(
                 f"{found.dtype} {list(found.shape)} is there where the metadata says {entry.dtype} {list(sizes)}"
             )
+        if found.nbytes > place.size:  # one row of it over and over: as part of a whole it would be written out
+            raise InvalidInputError(f"a part of {found.nbytes} bytes is said to be in {place.size} of {place.file}")
         return found
 
     def _region(self, place: Place) -> Region:

@@ -140,7 +140,7 @@ def run_export(
         return _to_safetensors(plan, max_shard_bytes, progress)
     state = _restored(plan)
     if plan.format == "dcp" and not isinstance(state, dict):
-        raise InvalidInputError(f"dcp holds a dict, and what was chosen is a {type(state).__name__}")
+        raise InvalidInputError(f"dcp holds a dict, and what was chosen is of type {type(state).__name__}")
     if plan.format == "dcp":
         leaves.check_names(plan.taken)
     with published(plan.out) as beside:

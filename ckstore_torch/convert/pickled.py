@@ -53,11 +53,12 @@ class Persistent:
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What a pickle holds, every name that it looks up, and every reference to the outside that it makes."""
+    """What a pickle holds, every name that it looks up, every reference to the outside and every call that it makes."""
 
     value: Any
     names: frozenset[str]
     references: tuple[Any, ...]
+    calls: tuple[Call, ...]
 
 
 def read(data: bytes) -> Pickled:
@@ -70,7 +71,8 @@ def read(data: bytes) -> Pickled:
             if count >= MAX_INSTRUCTIONS:
                 raise InvalidInputError(f"a pickle of over {MAX_INSTRUCTIONS} instructions")
             machine.step(instruction.name, argument)
-        return Pickled(machine.result(), frozenset(machine.names), tuple(machine.references))
+        found = machine.result()
+        return Pickled(found, frozenset(machine.names), tuple(machine.references), tuple(machine.calls))
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, AttributeError) as error:
         if isinstance(error, InvalidInputError):
             raise
@@ -84,6 +86,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.names: set[str] = set()
         self.references: list[Any] = []
+        self.calls: list[Call] = []
 
     def step(self, name: str, argument: Any) -> None:
         if name in _LITERALS:
@@ -142,11 +145,15 @@ class _Machine:
 
     def call(self, _: Any) -> None:
         args = self.stack.pop()
-        self.stack.append(Call(self.stack.pop(), args))
+        self._call(self.stack.pop(), args)
 
     def call_with_names(self, _: Any) -> None:
         named, args = self.stack.pop(), self.stack.pop()
-        self.stack.append(Call(self.stack.pop(), (args, named)))
+        self._call(self.stack.pop(), (args, named))
+
+    def _call(self, what: object, args: object) -> None:
+        self.calls.append(Call(what, args))
+        self.stack.append(self.calls[-1])
 
     def build(self, _: Any) -> None:
         state = self.stack.pop()

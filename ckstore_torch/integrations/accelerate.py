@@ -67,8 +67,9 @@ class CkstoreStates:
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *, step: int, **metrics: float) -> None:
         """Save with `step` steps done. `output_dir` will hold a pointer when the snapshot is durable."""
         folder = self._folder_to_save(output_dir)
-        self._configuration.iteration += 1  # before: what is saved says which number comes next
         self._saves.connect(self._objects())
+        self._saves.group.together(lambda: self._refuse_other_files(folder))
+        self._configuration.iteration += 1  # before: what is saved says which number comes next
         self._saves.save(step, {}, lambda pointer: self._publish(pointer, folder), **metrics)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> int:
@@ -139,16 +140,20 @@ class CkstoreStates:
             return None if given is None else Path(given).expanduser()
         return Path(self._accelerator.project_dir) / "checkpoints" / f"checkpoint_{self._configuration.iteration}"
 
-    def _publish(self, pointer: Pointer, folder: Path | None) -> None:
+    def _refuse_other_files(self, folder: Path | None) -> None:
         if folder is None or not self._accelerator.is_main_process:
             return
         if folder.is_dir() and Pointer.read(folder / NAME) is None and any(folder.iterdir()):
             raise InvalidInputError(f"{folder} holds something else than a pointer: give another output_dir")
+
+    def _publish(self, pointer: Pointer, folder: Path | None) -> None:
+        if folder is None or not self._accelerator.is_main_process:
+            return
         pointer.write(folder / NAME)
         limit = self._configuration.total_limit
         if self._configuration.automatic_checkpoint_naming and limit is not None:
             for old in _numbered_folders(folder.parent)[: -max(limit, 1)]:
-                given_up = Pointer.read(old / NAME)
+                given_up = Pointer.before(old / NAME)
                 if given_up is not None:
                     self._saves.forget(given_up)
                 shutil.rmtree(old, ignore_errors=True)

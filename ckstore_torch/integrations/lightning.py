@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ class CkstoreCheckpoint(ModelCheckpoint):
         else:
             self._awaited[step] = [filepath]
             self._saves.connect(self._objects(trainer))
-            record = self._record(trainer)
+            record = self._saves.group.together(lambda: self._record(trainer))
             if not self._saves.save(step, record, lambda pointer: self._publish(trainer, pointer)):
                 del self._awaited[step]
         self._last_global_step_saved = step
@@ -171,7 +171,7 @@ class CkstoreCheckpoint(ModelCheckpoint):
     def _write(self, trainer: Trainer, pointer: Pointer, files: list[str]) -> None:
         if trainer.is_global_zero:
             for file in map(Path, files):
-                before = Pointer.read(file)
+                before = Pointer.before(file)
                 pointer.write(file)
                 if before is not None and before != pointer:
                     self._let_go(before, file.parent)
@@ -179,7 +179,7 @@ class CkstoreCheckpoint(ModelCheckpoint):
     def _remove_given_up(self, trainer: Trainer) -> None:
         files, self._given_up = self._given_up, []
         for file in files if trainer.is_global_zero else ():
-            pointer = Pointer.read(Path(file))
+            pointer = Pointer.before(Path(file))
             if pointer is None:
                 trainer.strategy.remove_checkpoint(file)
             else:
@@ -277,7 +277,5 @@ def _without_tensors(trainer: Trainer) -> Iterator[None]:
 
 
 def _points_to(file: Path, pointer: Pointer) -> bool:
-    with suppress(Exception):
-        found = Pointer.read(file)
-        return found is not None and (found.store, found.snapshot) == (pointer.store, pointer.snapshot)
-    return False
+    found = Pointer.before(file)
+    return found is not None and (found.store, found.snapshot) == (pointer.store, pointer.snapshot)

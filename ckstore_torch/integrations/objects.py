@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch.distributed.fsdp import FSDPModule
 
 from ckstore.errors import InvalidInputError
 
@@ -21,17 +17,6 @@ def bare_optimizer(optimizer: Any) -> Any:
 def bare_scheduler(scheduler: Any) -> Any:
     """The scheduler within what `Accelerator.prepare` gave."""
     return getattr(scheduler, "scheduler", scheduler)
-
-
-def reshard(model: Any) -> None:
-    """Have FSDP2 modules hold their shards again, which are what the optimizer knows.
-
-    After a forward without a backward, as of an evaluation, a root module goes on to hold whole parameters.
-    """
-    for one in model.values() if isinstance(model, Mapping) else [model]:
-        for module in one.modules() if isinstance(one, torch.nn.Module) else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def refuse_unsupported(accelerator: Any) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,10 +43,12 @@ class Pointer:
     @classmethod
     def read(cls, path: Path) -> Pointer | None:
         """What `path` points to; None if that is no pointer. `FormatError` for one that is not built like it."""
+        if not path.is_file():  # opening anything else might wait for ever
+            return None
         try:
             with open(path, "rb") as file:
                 data = file.read(MOST_BYTES + 1)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except FileNotFoundError:
             return None
         if len(data) > MOST_BYTES or not data.lstrip().startswith(b"{"):
             return None
@@ -55,6 +59,13 @@ class Pointer:
         if not isinstance(found, dict) or "ckstore" not in found:
             return None
         return cls._of(found, path)
+
+    @classmethod
+    def before(cls, path: Path) -> Pointer | None:
+        """What was at `path` and is to go: as `read`, but None too for what is not built like a pointer."""
+        with suppress(FormatError):
+            return cls.read(path)
+        return None
 
     @classmethod
     def _of(cls, found: dict[str, object], path: Path) -> Pointer:
@@ -74,7 +85,7 @@ class Pointer:
 
 def write_text(path: Path, text: str) -> None:
     """Put a file at `path` in one step: after a crash it is there whole or as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # ranks may put it at once
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

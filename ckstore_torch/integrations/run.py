@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from ckstore.closing import Closing
 from ckstore.errors import (
     BackendError,
     CkstoreError,
+    CommittedUnderReplicatedError,
     CorruptionError,
     FormatError,
     InvalidInputError,
@@ -25,11 +27,11 @@ from ckstore.errors import (
 from ckstore_torch.box import Box
 from ckstore_torch.checkpointer import Checkpointer
 from ckstore_torch.group_state import GroupState
-from ckstore_torch.integrations.objects import reshard
 from ckstore_torch.integrations.pointer import Pointer
 from ckstore_torch.integrations.reading import load_weights, read_extra
 from ckstore_torch.integrations.settings import Settings
 from ckstore_torch.ranks import RankFailedError, ranks_of
+from ckstore_torch.resharding import reshard
 from ckstore_torch.run_state import Objects
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 RECORD = "trainer"
 """The name in `extra` of what the trainer itself remembers."""
-_STORAGE = (BackendError, OSError, RankFailedError, SaveFailedError)
+_PASSING = (BackendError, OSError, RankFailedError, SaveFailedError)
 """What may go away by itself: a full disk, a lost connection, another rank's trouble."""
 _log = logging.getLogger(__name__)
 Publish = Callable[[Pointer], None]
@@ -64,6 +66,8 @@ class TrainerRun(Closing):
         self._record: Box[Any] = Box(None)
         self._under_way: list[_UnderWay] = []
         self._failures = 0
+        self._fatal: BaseException | None = None
+        """What ends the training, found where nothing may be raised: the other ranks would wait for this one."""
 
     @property
     def store(self) -> Store:
@@ -85,13 +89,13 @@ class TrainerRun(Closing):
 
     def connect(self, objects: Objects) -> None:
         """Save and restore these from now on; called again before each save. All ranks."""
-        reshard(objects.model)
         if self._checkpointer is not None and self._objects is not None and _same(objects, self._objects):
             return
         self.settle(wait=True)
+        store = self.group.together(lambda: self.store)
         one, settings = objects, self._settings
         self._checkpointer = Checkpointer(
-            self.store,
+            store,
             model=one.model,
             optimizer=one.optimizer,
             scheduler=one.scheduler,
@@ -117,8 +121,10 @@ class TrainerRun(Closing):
         self._record.value = record
         try:
             pending = self._checkpointer.step(step, **metrics)
-        except _STORAGE as error:
-            self._failed(step, error)
+        except CommittedUnderReplicatedError as error:
+            pending = PendingSave.of(_saved_all_the_same(error))
+        except Exception as error:  # on all ranks: what one of them does not tolerate ends the training on each
+            self.group.together(partial(self._weigh, step, error))
             return False
         if pending is not None:
             self._under_way.append(_UnderWay(pending, publish))
@@ -126,24 +132,30 @@ class TrainerRun(Closing):
         return True
 
     def settle(self, *, wait: bool) -> None:
-        """Publish what has become durable; with `wait` all that was begun. Talks to no other rank, costs microseconds.
+        """Publish what has become durable: it costs microseconds. With `wait`, on all ranks, all that was begun.
 
-        A save that failed is logged, and raised if more than `tolerate` in a row did.
+        A save that failed is logged. More than `tolerate` in a row, and what no later save can mend, are raised: of
+        several ranks on all of them, by the next call that they make together.
         """
+        self._publish(wait)
+        if self._group is not None and (wait or self._group.world == 1):
+            self._group.together(self._raise_fatal)
+
+    def _publish(self, wait: bool) -> None:
+        """The part of `settle` that raises nothing and talks to no other rank."""
         while self._under_way and (wait or self._under_way[0].pending.done()):
             first = self._under_way.pop(0)
             error = first.pending.exception()
-            if error is None:
-                try:
-                    first.publish(self._pointer(first.pending.wait()))
-                except OSError as failed:  # where the pointer belongs is full or gone; the snapshot stands
-                    self._failed(first.pending.step, failed)
-                else:
-                    self._failures = 0
-            elif isinstance(error, _STORAGE):
+            if error is not None and not isinstance(error, CommittedUnderReplicatedError):
                 self._failed(first.pending.step, error)
+                continue
+            info = first.pending.wait() if error is None else _saved_all_the_same(error)
+            try:
+                first.publish(self._pointer(info))
+            except (OSError, CkstoreError) as failed:  # where the pointer belongs is full or gone; the snapshot stands
+                self._failed(first.pending.step, failed)
             else:
-                raise error
+                self._failures = 0
 
     def resume(self, pointer: Pointer, where: str) -> Any:
         """Restore the snapshot into what is connected; the record that was saved with it. All ranks.
@@ -153,15 +165,18 @@ class TrainerRun(Closing):
         """
         assert self._checkpointer is not None
         self.check(pointer, where)
-        self.group.lead(lambda: self._rewind(pointer))
-        self._checkpointer.resume()
-        found = self.group.lead(lambda: self._newest_id().encode()).decode()
-        if found != pointer.snapshot:
-            step = self.store.resolve(f"id:{found}").step
+        try:
+            self._checkpointer.resume(ref=f"id:{pointer.snapshot}")
+        except CkstoreError as error:  # on all ranks
+            elsewhere = error.kinds if isinstance(error, RankFailedError) else ()
+            if not isinstance(error, CorruptionError) and CorruptionError.__name__ not in elsewhere:
+                raise
+            newest = self.newest()
+            there = f"the newest good one is of step {newest.step}" if newest else "the branch has no good one left"
             raise CorruptionError(
-                f"the snapshot of step {pointer.step} that {where} points to is damaged and was set aside; the newest "
-                f"good one is of step {step}: resume again, from that"
-            )
+                f"the snapshot of step {pointer.step} that {where} points to is damaged and was set aside; {there}: "
+                "resume again, from that"
+            ) from error
         return self._record.value
 
     def newest(self) -> Pointer | None:
@@ -180,7 +195,7 @@ class TrainerRun(Closing):
     def load_weights(self, pointer: Pointer, model: torch.nn.Module, where: str) -> None:
         """Put the weights of the snapshot into `model`, and nothing else of it. All ranks."""
         self.check(pointer, where)
-        reshard(model)
+        reshard([model])
         load_weights(self.store, pointer.snapshot, model, self.group, non_persistent=self._settings.non_persistent)
 
     def check(self, pointer: Pointer, where: str) -> None:
@@ -202,19 +217,32 @@ class TrainerRun(Closing):
     def close(self) -> None:
         """Wait for what was begun, and close the store if it was opened here."""
         try:
-            self.settle(wait=True)
+            self._publish(wait=True)
             if self._checkpointer is not None:
                 self._checkpointer.close()
+            self._raise_fatal()
         finally:
             self._checkpointer, self._objects, self._group, self._under_way = None, None, None, []
+            self._fatal = None
             opened, self._opened = self._opened, None
             if opened is not None and opened is not self._settings.store:
                 opened.close()
 
+    def _weigh(self, step: int, error: Exception) -> None:
+        """Log an error of a save that failed at once, or raise what ends the training."""
+        self._failed(step, error)
+        self._raise_fatal()
+
+    def _raise_fatal(self) -> None:
+        fatal, self._fatal = self._fatal, None
+        if fatal is not None:
+            raise fatal
+
     def _failed(self, step: int, error: BaseException) -> None:
         self._failures += 1
-        if self._failures > self._settings.tolerate:
-            raise error
+        if self._failures > self._settings.tolerate or not isinstance(error, _PASSING):
+            self._fatal = self._fatal or error
+            return
         _log.error(
             "the state of step %d was not saved (%d of at most %d in a row); training goes on: %s",
             step, self._failures, self._settings.tolerate, error,
@@ -246,11 +274,6 @@ class TrainerRun(Closing):
             raise FormatError(f"{where} names a snapshot of step {info.step} of {info.branch}; it says something else")
         return b""
 
-    def _rewind(self, pointer: Pointer) -> bytes:
-        if self._newest_id() != pointer.snapshot:
-            self.store.open_epoch(pointer.branch, base=f"id:{pointer.snapshot}")
-        return b""
-
     def _newest_id(self) -> str:
         newest = self._newest()
         return "" if newest is None else newest.snapshot
@@ -265,6 +288,13 @@ class TrainerRun(Closing):
         return Pointer(self.store.id, info.id, info.branch, info.step, self.store.url)
 
 
+def _saved_all_the_same(error: CommittedUnderReplicatedError) -> ckstore.SnapshotInfo:
+    """The snapshot of a save that waits for other storages still, which is told."""
+    _log.warning("%s", error)
+    info: ckstore.SnapshotInfo = error.snapshot
+    return info
+
+
 def _same(one: Objects, other: Objects) -> bool:
     """Whether two sets of objects are the same ones."""
     pairs = [(getattr(one, name), getattr(other, name)) for name in Objects.__slots__]
@@ -273,4 +303,3 @@ def _same(one: Objects, other: Objects) -> bool:
 
 def _items(value: Any) -> list[tuple[str, int]] | None:
     return [(name, id(item)) for name, item in value.items()] if isinstance(value, dict) else None
-

@@ -102,9 +102,8 @@ class CkstoreMixin:
         self.store_flos()  # type: ignore[attr-defined]
         step, before = self.state.global_step, self.state.best_model_checkpoint
         self._name_best(step)
-        self._note_callbacks()
-        record = {"trainer_state": self._state_text()}
         self._saves.connect(self._objects())
+        record = {"trainer_state": self._saves.group.together(self._noted_state)}
         saved = self._saves.save(
             step,
             record,
@@ -119,8 +118,8 @@ class CkstoreMixin:
         if best and (best == step or self._folder(best).is_dir()):
             self.state.best_model_checkpoint = str(self._folder(best))
 
-    def _note_callbacks(self) -> None:
-        """Write down, as the Trainer does, what callbacks remember."""
+    def _noted_state(self) -> str:
+        """The trainer's state as text, with what callbacks remember, which the Trainer writes down likewise."""
         noted = self.state.stateful_callbacks
         handler: Any = self.callback_handler  # type: ignore[attr-defined]
         for one in [*handler.callbacks, self.control]:  # type: ignore[attr-defined]
@@ -130,8 +129,6 @@ class CkstoreMixin:
                     noted[name].append(one.state())
                 else:
                     noted[name] = one.state()
-
-    def _state_text(self) -> str:
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
 
     def _publish(self, pointer: Pointer, trainer_state: str) -> None:
@@ -140,7 +137,7 @@ class CkstoreMixin:
             return
         self._write_folder(pointer, trainer_state)
         for folder in self._beyond_the_limit():
-            given_up = _pointer_in(folder)
+            given_up = Pointer.before(Path(folder) / NAME)
             # The snapshot first: were the run killed in between, the folder is still there to be given up again.
             if given_up is not None:
                 self._saves.forget(given_up)

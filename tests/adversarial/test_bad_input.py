@@ -119,7 +119,7 @@ def test_below_a_file_is_no_store(open_here: Open, place: Path, create: bool) ->
 
 
 @pytest.mark.parametrize(
-    "url", ["", "s3://bucket/x", "http://host/x", "memory://", "memory://../x", "file://host/x", "a\0b"]
+    "url", ["", "ftp://bucket/x", "http://host/x", "memory://", "memory://../x", "file://host/x", "a\0b"]
 )
 def test_a_url_of_no_known_storage(open_here: Open, url: str) -> None:
     with pytest.raises(InvalidInputError):

@@ -1,4 +1,6 @@
-"""What the golden stores hold, and how one is made: `python -m tests.golden.golden (format|deltas|ranks) DIRECTORY`.
+"""What the golden stores hold, and how one is made: `python -m tests.golden.golden KIND DIRECTORY`.
+
+KIND is format, deltas, planes or ranks.
 
 A golden store is made once for each version of the format and then never changed: every later version of ckstore must
 read it. This file may grow for new formats; what it says of old ones stays.
@@ -95,6 +97,28 @@ def make_deltas(directory: Path) -> None:
         store.gc()
 
 
+def sparsely(step: int) -> dict[str, Any]:
+    """Weights of several widths, of which each step moves the lowest byte of some, here and there."""
+    rng = np.random.default_rng(1)
+    weights = {
+        "f2": (rng.standard_normal(4000) * 0.02).astype("<f2").view("<u2"),
+        "f4": (rng.standard_normal(2000) * 0.02).astype("<f4").view("<u4"),
+        "i8": rng.integers(0, 2**40, 1000).view("<u8"),
+    }
+    for _ in range(1, step):
+        for words in weights.values():
+            words ^= (rng.integers(0, 256, len(words)) * (rng.random(len(words)) < 0.08)).astype(words.dtype)
+    return {"step": step, "f2": weights["f2"].view("<f2"), "f4": weights["f4"].view("<f4"), "i8": weights["i8"]}
+
+
+def make_planes(directory: Path) -> None:
+    """Planes that are rotated, and differences from them whose planes are sparse."""
+    cache = directory.with_name(directory.name + "-cache")
+    with ckstore.open(directory, create=True, cache_dir=cache, chunk_size=4096, profile="compact") as store:
+        for step in range(1, 4):
+            store.save(sparsely(step), step=step)
+
+
 def part(step: int, rank: int) -> dict[str, Any]:
     """What a rank saves: something of its own, something that all have, and at step 2 a manifest of its own."""
     many = {f"layer.{i}": np.full(1100, i, "<f4") for i in range(700)} if step == 2 else {}
@@ -145,6 +169,8 @@ def make(directory: Path, format_number: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "deltas":
         make_deltas(Path(sys.argv[2]))
+    elif sys.argv[1] == "planes":
+        make_planes(Path(sys.argv[2]))
     elif sys.argv[1] == "ranks":
         make_ranks(Path(sys.argv[2]))
     else:

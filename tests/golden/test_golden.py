@@ -17,7 +17,7 @@ import ckstore
 from ckstore.history import read_history
 from ckstore.reader import read_manifests
 from ckstore.testing.states import there_and_back
-from tests.golden.golden import WORLDS, moving, part, plain, save_part, tensors
+from tests.golden.golden import WORLDS, moving, part, plain, save_part, sparsely, tensors
 
 FORMATS = sorted(Path(__file__).parent.glob("format-*"))
 
@@ -131,6 +131,36 @@ def test_a_store_of_deltas_goes_on(deltas: ckstore.Store) -> None:
     deltas.prune({"keep_last": 1})
     deltas.gc()
     assert same(deltas.restore(), moving(6))
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> Iterator[ckstore.Store]:
+    """A copy of the golden store of rotated and of sparse planes, made when format 1 learned them."""
+    copy = shutil.copytree(Path(__file__).parent / "planes-1", tmp_path / "store")
+    with ckstore.open(copy, cache_dir=tmp_path / "cache", profile="compact") as store:
+        yield store
+
+
+def test_rotated_and_sparse_planes_come_back(planes: ckstore.Store) -> None:
+    kinds, sparse = set(), 0
+    for step in (1, 2, 3):
+        assert same(planes.restore(step), sparsely(step))
+        for place in read_manifests(planes._context, planes._find(step)[0])[0].locations:
+            kinds.add((place.codec, place.param))
+            if place.base is not None:
+                described = memoryview(bytearray(32 + 5 * (place.param % 16)))
+                planes._context.backend.get_into(place.pack, place.offset, described)
+                sparse += 2 in described[32::5]
+    assert {(2, 18), (2, 20), (3, 66), (3, 68), (3, 72)} <= kinds
+    assert sparse == 10
+    assert planes.verify(deep=True).findings == []
+
+
+def test_a_store_of_such_planes_goes_on(planes: ckstore.Store) -> None:
+    planes.save(sparsely(4), step=4)
+    planes.prune({"keep_last": 1})
+    planes.gc()
+    assert same(planes.restore(), sparsely(4))
 
 
 @pytest.fixture

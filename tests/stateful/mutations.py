@@ -89,10 +89,8 @@ def _rule(name: str, scenario: str, *edits: Edit, budget: int = 500, preemptions
 
 _ANNOUNCED_LATE = _edit(
     "announce:announced",
-    ("publish(0)\n    renewal = Renewal(publish, every)\n    try:\n"
-     "        named = tuple(map(SaveName.parse, record.parents))\n        marks = read_marks_about(backend, named)\n",
-     "named = tuple(map(SaveName.parse, record.parents))\n    marks = read_marks_about(backend, named)\n"
-     "    publish(0)\n    renewal = Renewal(publish, every)\n    try:\n"),
+    ("publish(0)\n    renewal = Renewal(publish, every)\n    try:\n        marks = read_marks(backend)\n",
+     "marks = read_marks(backend)\n    publish(0)\n    renewal = Renewal(publish, every)\n    try:\n"),
 )  # fmt: skip
 
 _TRUSTING = _edit(
@@ -122,10 +120,14 @@ RULES = (
          "            commit(context, record)\n"
          "            [late.commit() for late in context.backend.__dict__.pop('deferred', [])]\n"))),
     _rule("an announcement stays until its save is decided", "reuse", _edit(
-        "announce:announced", ("if _is_decided(backend, SaveName.parse(record.save)):", "if True:")), _edit(
+        "announce:announced",
+        ("if under.decided or _is_decided(backend, SaveName.parse(record.save)):", "if True:")), _edit(
         "saver:_lead",
-        ("            commit(context, record)\n            tagged = _set_tags",
+        ("            commit(context, record)\n            under.decided = True\n            tagged = _set_tags",
          "        commit(context, record)\n        tagged = _set_tags"))),
+    _rule("a run goes on from its own last snapshot only while nothing newer was decided", "going on", _edit(
+        "saver:_next_announcement",
+        ("if first(context.backend, layout.SNAPSHOTS) != layout.snapshot(last):", "if False:")), budget=300),
     # --- commits
     _rule("a commit is created if absent, not put", "given up", _edit(
         "commit:_create",
@@ -133,8 +135,8 @@ RULES = (
          "created = context.backend.put(layout.snapshot(save), records.encode(record)) is None"))),
     _rule("who finds the name taken reads what was decided", "given up", _edit(
         "commit:_create",
-        ("if not created and not isinstance(standing := _standing(context, save), type(record)):",
-         "if False:"))),
+        ("elif not isinstance(standing := _standing(context, save), type(record)):",
+         "elif False:"))),
     _rule("nobody reports failure before trying ABORT", "network", _edit(
         "commit:_create",
         ("if not _won_after_all(context, save, error):\n            raise\n        created = True", "raise"))),
@@ -251,17 +253,17 @@ RULES = (
         ("if save in self.marks.removed:", "if save in self.marks.removed or save in self.marks.condemned:"))),
     # --- the floor
     _rule("a floor is proposed before it is raised", "slow", _edit(
-        "floor:_raise", ("context.backend.put(proposal, records.encode(proposed))", "pass")),
+        "floor:_raise", ("with _proposed(context, records.Floor(before.number + 1, newest, [])):", "if True:")),
         preemptions=2),
     _rule("a floor stays below what is undecided", "slow", _edit(
         "floor:_raise",
         ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
     _rule("a save below a proposed floor takes another name", "slow", _edit(
-        "saver:_lead", ("if floor.is_below(context, name):", "if False:"))),
+        "saver:_lead", ("if floor.standing(context, under) is None:", "if False:"))),
     _rule("proposals are read before the floor", "slow", _edit(
-        "floor:is_below",
-        ("    proposed = _proposed_sequences(context)\n    return save.sequence < max([_current(context), *proposed])",
-         "    current = _current(context)\n    return save.sequence < max([current, *_proposed_sequences(context)])")),
+        "floor:standing",
+        ("    proposed = _proposed_sequences(context)\n    current = _current(context)\n",
+         "    current = _current(context)\n    proposed = _proposed_sequences(context)\n")),
         budget=12_000),
     _rule("who commits reads the floor afterwards", "floors", _edit(
         "commit:_create", ("    _check_floor(context, save, record)\n", ""))),

@@ -339,6 +339,15 @@ def _stale_base(world: World, rng: random.Random) -> None:
     world.add("gc", world.sweep())
 
 
+def _going_on(world: World, rng: random.Random) -> None:
+    """A run that goes on from its own last snapshot, beside somebody who saves on its branch without an epoch."""
+    epoch = {"number": 0}
+    world.add("run", *(world.save(value, of_epoch=epoch) for value in (3, 4, 5)))
+    world.add("other", world.save(6))
+    world.add("prune", world.prune(keep_last=1), world.sweep(rng.choice([0, 1e9])), world.raise_floor())
+    world.add("drop", world.drop(2))
+
+
 def _two_repacks(world: World, rng: random.Random) -> None:
     world.add("one", world.repack())
     world.add("two", world.repack(), world.sweep())
@@ -423,6 +432,7 @@ SCENARIOS = {
         Scenario("cleared away", two, _cleared_away),
         Scenario("crashes", two, _crashes, ("writer", "other", "prune", "gc")),
         Scenario("beside repack", sparse, _beside_repack),
+        Scenario("going on", two, _going_on),
         Scenario("two repacks", sparse, _two_repacks),
         Scenario("deltas", one, _deltas, ("writer",)),
         Scenario("deltas beside repack", deltas, _deltas_beside_repack, ("gc",)),

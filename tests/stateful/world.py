@@ -317,6 +317,8 @@ class World:
         self.tagged: dict[str, SaveName] = {}
         self.pending: dict[Actor, Saved] = {}
         self.indexes: dict[str, PlainIndex] = {}
+        self.remembered: dict[str, tuple[dict[SaveName, records.Decision], dict[str, records.Announcement]]] = {}
+        """What the process of an actor keeps in memory from one operation to the next."""
         self.now = 1_000_000.0
         self.faults: list[str] = []
 
@@ -349,6 +351,7 @@ class World:
         handle = Handle(self, actor)
         handle.commit_fault = commit_fault
         index = self.indexes.setdefault(actor.name, PlainIndex())
+        decisions, recent = self.remembered.setdefault(actor.name, ({}, {}))
         return Context(
             handle,
             CONFIG,
@@ -358,6 +361,8 @@ class World:
             monotonic=lambda: self.clock,
             now=lambda: self.now,
             sleep=lambda seconds: self._rest(actor),
+            decisions=decisions,
+            recent=recent,
         )
 
     def store(self, actor: Actor) -> Store:
@@ -382,6 +387,7 @@ class World:
         def act(actor: Actor) -> None:
             epoch = None if of_epoch is None else of_epoch.get("number")
             newest = max(self.truth.epochs[branch], default=0)
+            before = self.truth.latest(branch) if not rank else None  # rank 0 names it, and may have begun earlier
             saved = self.pending[actor] = Saved(actor, value, branch, epoch, newest, tags, rank)
             self.saved.append(saved)
             member = None if rank is None else Member(rank, RANKS, GROUP, value)
@@ -393,6 +399,8 @@ class World:
                 return
             saved.commit = commit
             self._check_acknowledged(saved, commit)
+            if before is not None and order_of(commit) <= order_of(before):
+                self.faults.append(f"save {value} began after step {before.step} was there, and is not newer")
             for label in tags:
                 self.tagged[label] = SaveName.parse(commit.save)
 

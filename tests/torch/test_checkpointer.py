@@ -270,11 +270,11 @@ def test_everything_that_extra_takes_comes_back_in_place(tmp_path: Path) -> None
     [
         ({"extra": {"n": 3}}, r"extra 'n' of type int cannot be restored in place: give a ckstore_torch.box.Box\(3\)"),
         ({"extra": {"f": Average}}, "extra 'f' of type type cannot be restored in place"),
-        ({"model": [1]}, "model is a list; it must be a torch.nn.Module"),
-        ({"optimizer": {"a": 3}}, "optimizer 'a' is a int; it must be a torch.optim.Optimizer"),
+        ({"model": [1]}, "model is of type list; it must be a torch.nn.Module"),
+        ({"optimizer": {"a": 3}}, "optimizer 'a' is of type int; it must be a torch.optim.Optimizer"),
         (
             {"dataloader": torch.utils.data.DataLoader([1])},
-            "dataloader is a DataLoader; it must be an object with state",
+            "dataloader is of type DataLoader; it must be an object with state",
         ),  # type: ignore[list-item]
         ({"model": {3: nn.Linear(1, 1)}}, "the names in model= are texts, not 3"),
         ({"save_every": 0}, "save_every is a whole number of steps, 1 or more, not 0"),
@@ -283,8 +283,8 @@ def test_everything_that_extra_takes_comes_back_in_place(tmp_path: Path) -> None
         ({"save": "weights"}, "save is a list of some of weights, optimizer, .*, rng_seed, not 'weights'"),
         ({"save": ["weights", "rng"]}, "save names some of weights, .*rng_seed, not 'rng'"),
         ({"save": []}, "save names nothing: it takes at least one of weights, optimizer, dataloader_state, rng_seed"),
-        ({"scaler": 3}, "scaler is a int; it must be an object with state_dict and load_state_dict"),
-        ({"ema": [1.0]}, "ema is a list; it must be a torch.nn.Module or an object with state_dict"),
+        ({"scaler": 3}, "scaler is of type int; it must be an object with state_dict and load_state_dict"),
+        ({"ema": [1.0]}, "ema is of type list; it must be a torch.nn.Module or an object with state_dict"),
         ({"metadata_every": 1, "branch": "b" * 95}, "branch 'b*.met.*is not a valid name"),
         ({"keep": 0}, "keep_last is a whole number of 1 or more, not 0"),
         ({"extra": {"r": random.SystemRandom()}}, "SystemRandom has no state"),
@@ -374,6 +374,42 @@ def test_when_foreign_code_fails_what_was_loaded_before_is_put_back(tmp_path: Pa
         assert run.facts()["model"] == expected["model"]
 
 
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.arange(3.0).expand(4, 3))
+
+
+def _read_only() -> np.ndarray[Any, Any]:
+    array = np.arange(3.0)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "message"),
+    [
+        ("extra/x", _read_only, "read-only"),
+        ("extra/x", lambda: torch.zeros(2).expand(3, 2), "share memory"),
+        ("extra/x/rows", Expanded, "share memory"),
+        ("extra/x", torch.inference_mode()(lambda: torch.zeros(2)), "inference mode"),
+    ],
+)
+def test_what_cannot_be_filled_is_told_before_anything_changes(
+    tmp_path: Path, name: str, made: Any, message: str
+) -> None:
+    run = Run(1)
+    with Checkpointer(tmp_path / "store", **{**run.parts, "extra": {"x": made()}}) as checkpointer:
+        run.train(2)
+        checkpointer.save(2)
+        run.train(1)
+        before = copy.deepcopy(run.model.state_dict())
+        with pytest.raises(ckstore.MismatchError, match=message) as raised:
+            checkpointer.resume()
+        assert [path for path, _ in raised.value.mismatched] == [name]
+        assert all(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
+
+
 def test_a_snapshot_that_no_checkpointer_made_is_refused(tmp_path: Path) -> None:
     ckstore.save(tmp_path / "store", {"model": {}}, step=1)
     with Checkpointer(tmp_path / "store") as checkpointer:
@@ -427,9 +463,9 @@ def test_when_every_snapshot_was_left_behind_the_run_does_not_start_over(tmp_pat
         store.drop("step:3", force=True)
         assert [(info.step, info.state) for info in store.snapshots()] == [(7, "fenced"), (6, "fenced")]
         newest = store.resolve("step:7").id
-        with pytest.raises(ckstore.NotFoundError, match=rf"step 7 \(id:{newest}\), is left behind.*open_epoch"):
+        with pytest.raises(ckstore.NotFoundError, match=rf"step 7 \(id:{newest}\), is left behind.*resume\(ref="):
             checkpointer.resume()
-        store.open_epoch(base=f"id:{newest}")
+        assert checkpointer.resume(ref=f"id:{newest}") == 7
         assert checkpointer.resume() == 7
 
 
@@ -546,7 +582,7 @@ def test_a_failed_save_raises_and_the_next_one_succeeds(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "store", extra={"value": value}, save_every=1) as checkpointer:
         checkpointer.step(1)
         value[0] = object()
-        with pytest.raises(ckstore.UnsupportedTypeError, match=r"extra/value/0 of type object"):
+        with pytest.raises(ckstore.UnsupportedTypeError, match=r"extra/value/0, of type object"):
             checkpointer.step(2)
         checkpointer.wait()
         assert [info.step for info in checkpointer.store.snapshots()] == [1]
@@ -583,6 +619,39 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_plain_one(tmp_path: Pa
     with Checkpointer(tmp_path / "store", model=fresh) as checkpointer:
         checkpointer.resume()
     assert fresh.weight.tolist() == model.weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"background": 1}, "background is True or False, not 1"),
+        ({"overlap": "yes"}, "overlap is True or False, not 'yes'"),
+        ({"non_persistent": None}, "non_persistent is True or False"),
+        ({"process_group": "gloo"}, "torch.distributed is not initialized"),
+    ],
+)
+def test_options_of_another_kind_are_refused_at_once(tmp_path: Path, option: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        Checkpointer(tmp_path / "store", **option)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"exact": "yes"}, "exact is True or False, not 'yes'"),
+        ({"strict": 0}, "strict is True or False, not 0"),
+        ({"reshape": None}, "reshape is True or False, not None"),
+        ({"warmup": torch.zeros(2)}, "give the function, and do not call it"),
+    ],
+)
+def test_options_of_resume_of_another_kind_change_nothing(
+    tmp_path: Path, option: dict[str, Any], message: str
+) -> None:
+    with Checkpointer(tmp_path / "store") as checkpointer:
+        checkpointer.save(1)
+        with pytest.raises(InvalidInputError, match=message):
+            checkpointer.resume(**option)
+        checkpointer.save(2)
 
 
 @pytest.mark.parametrize("extra", [[1], "x", 5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ckstore import open as open_store
 from ckstore.backend.local import LocalBackend
 from ckstore.errors import CkstoreWarning, InvalidInputError, MismatchError, SaveFailedError
 from ckstore.testing.faults import Fault, FaultyBackend
-from ckstore_torch import Checkpointer
+from ckstore_torch import Checkpointer, whole
 from ckstore_torch import checkpointer as checkpointer_module
 from ckstore_torch.ranks import Ranks
 from ckstore_torch.run_state import Objects, RunState
@@ -221,8 +222,22 @@ def test_what_another_number_of_ranks_saved_before_a_damaged_one_is_found_by_one
     for pack in (tmp_path / "store/packs").glob(f"*-{newest}/*"):
         pack.write_bytes(bytes(pack.stat().st_size))
     with of_rank(None, tmp_path, net := Net(0.0)) as alone, pytest.warns(CkstoreWarning, match="was set aside"):
-        assert alone.resume(reshape=True) == 1
+        net.register_buffer("large", torch.zeros(20_000))
+        assert alone.resume(reshape=True, strict=False) == 1
     assert net.weight.tolist() == [1.0] * 3
+
+
+def test_a_whole_state_that_is_more_than_there_is_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*args: Any, **options: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    save(tmp_path, 2)
+    monkeypatch.setattr(whole, "torch", SimpleNamespace(empty=none_left))
+    with open_store(tmp_path / "store") as store, store.snapshot() as snapshot:
+        with pytest.raises(InvalidInputError, match="no memory for the whole state of all ranks"):
+            whole.whole_state(snapshot)
 
 
 def test_a_snapshot_that_no_checkpointer_made_is_refused_on_all(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_what_a_part_cannot_hold_is_named() -> None:
     item = write_item("w", (0,), (2,), (2,))
     for value, text in [
         (torch.zeros(3), r"the piece of w has shape \(3,\) where the plan has \(2,\)"),
-        ("text", "w is a str where the plan has a tensor"),
+        ("text", "w is of type str where the plan has a tensor"),
         (torch.zeros(2).to_sparse(), "w is a tensor of layout torch.sparse_coo"),
     ]:
         with pytest.raises(InvalidInputError, match=text):

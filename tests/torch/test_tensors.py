@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -459,6 +460,30 @@ def test_kinds_without_bytes_of_their_own_are_refused_by_name(make: object, kind
     with pytest.raises(UnsupportedTypeError) as caught:
         capture({"model": {"w": make()}}, chunk_size=CHUNK_SIZE)
     assert (caught.value.path, caught.value.kind) == ("model/w", kind)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.empty(2**62, 0), "shape"),
+        (lambda: torch.empty(1).expand(2**61), "shape"),
+        (lambda: torch.empty(1).as_strided((1,), (2**61,)), "strides"),
+        (lambda: torch.zeros([1] * 65), "65 dimensions"),
+        (lambda: torch.Size([1] * 65), "more than 64 numbers"),
+        (lambda: torch.Size([2**62]), "one of 4611686018427387904 or more"),
+        (lambda: np.broadcast_to(np.zeros(1), (2**59,)), "shape"),
+        (
+            lambda: torch._make_per_channel_quantized_tensor(
+                torch.zeros(3, 2, dtype=torch.uint8), torch.ones(2), torch.zeros(2, dtype=torch.long), 0
+            ),
+            "one for each channel",
+        ),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_saved(make: Any, why: str) -> None:
+    """A snapshot that holds it would be lost with all that is in it."""
+    with pytest.raises(UnsupportedTypeError, match=f"cannot save the value at a, of type .*: .*{why}"):
+        there_and_back({"a": make()})
 
 
 def test_equal_states_at_other_addresses_give_equal_bytes() -> None:

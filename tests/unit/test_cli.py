@@ -37,7 +37,8 @@ from ckstore.state.paths import Part, parse, spell
 from ckstore.store import Store
 
 COMMANDS = [
-    "init", "status", "ls", "show", "diff", "tag", "quarantine", "clear", "verify", "prune", "gc", "import", "export",
+    "init", "status", "ls", "show", "diff", "tag", "quarantine", "clear", "verify", "prune", "gc", "copy", "import",
+    "export", "replicate", "promote",
 ]  # fmt: skip
 HOSTILE = "\x1b[31mred\x07[bold]\n\u202e:smile:\udc80"
 ESCAPED = "\\x1b[31mred\\x07[bold]\\n\\u202e:smile:\\udc80"
@@ -231,6 +232,7 @@ def test_every_error_has_a_documented_code() -> None:
         "FencedError": 6,
         "NotSavedError": 6,
         "SaveFailedError": 5,
+        "CommittedUnderReplicatedError": 5,
         "InvalidInputError": 2,
         "UnsupportedTypeError": 2,
         "MismatchError": 2,
@@ -306,7 +308,7 @@ def no_config(place: Path) -> None:
         (["show", "STORE", "--keys", "nope"], None, 3, "no path matches nope"),
         (["show", "STORE", "--keys", "a//b"], None, 2, "empty step"),
         (["ls", "STORE.none"], None, 3, "there is no store at"),
-        (["ls", "s3://bucket"], None, 2, "no storage is known for s3"),
+        (["ls", "xyz://bucket"], None, 2, "no storage is known for xyz"),
         (["ls", "STORE"], a_file_in_its_place, 2, "is not a directory"),
         (["ls", "STORE"], damaged_config, 4, "config"),
         (["ls", "STORE"], newer, 7, "has format 99"),

@@ -252,7 +252,7 @@ def test_a_damaged_older_epoch_is_passed_over(open_here: Callable[..., Store]) -
         lambda: good(store) == [3, 2, 1],
         lambda: [info.state for info in store.snapshots()] == ["ok"] * 3,
         lambda: store.restore() == {"step": 3},
-        lambda: store.save({"step": 4}, step=4).epoch == 3,
+        lambda: open_here().save({"step": 4}, step=4).epoch == 3,
         lambda: len(store.prune({"keep_last": 1}).removed) == 3,
     ):
         with pytest.warns(CkstoreWarning, match=r"epoch 1 of branch main cannot be read and is passed over: epochs/"):

@@ -13,8 +13,8 @@ import ckstore
 import ckstore_torch
 
 HEAVY = {
-    "asyncio", "blake3", "boto3", "concurrent.futures", "lmdb", "msgspec", "multiprocessing", "numpy", "rich",
-    "safetensors", "torch", "torchdata", "typer", "zstandard",
+    "asyncio", "blake3", "boto3", "concurrent.futures", "cryptography", "lmdb", "msgspec", "multiprocessing", "numpy",
+    "rich", "safetensors", "torch", "torchdata", "typer", "zstandard",
 }  # fmt: skip
 
 

@@ -306,7 +306,8 @@ def test_other_places_of_damaged_chunks_are_looked_up_once(
     for pack, offset in damaged:
         damage(place / pack, offset)
     looked: list[Store] = []
-    monkeypatch.setattr("ckstore.reader.read_history", lambda context: (looked.append(store), read_history(context))[1])
+    real = "ckstore.elsewhere.read_history"
+    monkeypatch.setattr(real, lambda context: (looked.append(store), read_history(context))[1])
     assert np.array_equal(store.restore(1)["a"], state["a"])
     assert len(damaged) == 8
     assert len(looked) == 2  # for other places, and before the damage is marked

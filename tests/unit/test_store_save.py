@@ -150,7 +150,8 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(
     backend = CountingBackend(LocalBackend(tmp_path / "counted"))
     store = open_here(backend)
     backend.faults.calls.clear()
-    with pytest.raises(UnsupportedTypeError, match=r"cannot save model/layers/1 of type .*object") as caught:
+    said = r"cannot save the value at model/layers/1, of type .*object"
+    with pytest.raises(UnsupportedTypeError, match=said) as caught:
         store.save({"w": noise(1, 4), "model": {"layers": [1, object()]}}, step=1)
     assert caught.value.path == "model/layers/1"
     assert [verb for verb, _ in backend.faults.calls if verb not in ("get", "list", "stat")] == []

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckstore import layout, rank_writer, saver, together
+from ckstore import floor, layout, rank_writer, saver, together
 from ckstore.backend.memory import MemoryBackend
 from ckstore.commit import BELOW_FLOOR, abort
 from ckstore.errors import (
@@ -272,7 +272,8 @@ def test_a_run_that_was_taken_over_is_told_to_stop_on_every_rank() -> None:
 
 def test_a_name_below_the_floor_is_changed_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, True])
-    monkeypatch.setattr("ckstore.floor.is_below", lambda *_: next(answers, False))
+    real = floor.standing
+    monkeypatch.setattr(floor, "standing", lambda *args: None if next(answers, False) else real(*args))
     ranks = Ranks(MemoryBackend(), 2)
     infos = ranks.save(1)
     assert {info.step for info in infos} == {1}
@@ -282,18 +283,18 @@ def test_a_name_below_the_floor_is_changed_on_every_rank(monkeypatch: pytest.Mon
 def test_a_follower_that_had_joined_a_name_below_the_floor_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(backend := MemoryBackend(), 2)
     joined = threading.Event()
-    real, calls = together.read_marks_about, []
+    real, stands, calls = together.read_marks_about, floor.standing, []
 
     def about(*args: Any) -> Any:
         joined.set()
         return real(*args)
 
-    def is_below(*_: Any) -> bool:
+    def standing(*args: Any) -> Any:
         calls.append(1)
-        return len(calls) == 1 and joined.wait(30)
+        return None if len(calls) == 1 and joined.wait(30) else stands(*args)
 
     monkeypatch.setattr(together, "read_marks_about", about)
-    monkeypatch.setattr("ckstore.floor.is_below", is_below)
+    monkeypatch.setattr(floor, "standing", standing)
     infos = ranks.save(1)
     assert failures(infos) == []
     assert [info.id for info in infos] == [ranks.member(0, 1).nonce(1)] * 2

@@ -60,7 +60,8 @@ def test_a_memory_url_is_shared_by_name() -> None:
 @pytest.mark.parametrize(
     "url",
     ["", "a\0b", "file:///a%00b", "file://host/path", "file://", "file://relative", "file:///a?b", "file:///a#b",
-     "file:///a?", "memory://", "memory://a/b", "memory://../x", "s3://bucket/key", "https://host/path", "x+y://z"],
+     "file:///a?", "file:///a?x=1", "memory://", "memory://a/b", "memory://../x",
+     "ftp://host/key", "https://host/path", "x+y://z"],
 )  # fmt: skip
 def test_anything_else_is_refused(url: str) -> None:
     with pytest.raises(InvalidInputError):
@@ -68,7 +69,7 @@ def test_anything_else_is_refused(url: str) -> None:
 
 
 def test_an_unknown_scheme_says_what_is_known() -> None:
-    with pytest.raises(InvalidInputError, match=r"gopher:// URLs; use a path, file:///path or memory://name"):
+    with pytest.raises(InvalidInputError, match=r"gopher:// URLs; use a path, file:///path, memory://name"):
         open_backend("gopher://x")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import warnings
 from collections.abc import Callable
@@ -138,6 +139,26 @@ GRID = [((0, 0), (2, 3)), ((0, 3), (2, 1)), ((2, 0), (4, 2)), ((2, 2), (4, 2)), 
 def test_a_sharded_tensor_is_put_together(tmp_path: Path, boxes: Any) -> None:
     whole = shard(tmp_path / "d", boxes)
     assert kept(dcp_folder.read(tmp_path / "d").state) == kept({"model": {"w": whole}})
+
+
+def test_a_part_that_is_one_row_over_and_over_is_not_written_out(tmp_path: Path) -> None:
+    rows = 1 << 20
+    shard(tmp_path / "d", [((0, 0), (2, 4)), ((2, 0), (4, 4))])
+
+    def false(found: Any) -> None:
+        first, second = found.storage_data.values()
+        path = tmp_path / "d" / first.relative_path
+        torch.save(torch.zeros(1, 4, dtype=torch.bfloat16).expand(rows, 4), path)
+        first = dataclasses.replace(first, offset=0, length=path.stat().st_size)
+        boxes = [((0, 0), (rows, 4)), ((rows, 0), (4, 4))]
+        tensor = found.state_dict_metadata["w"]
+        tensor.size = torch.Size([rows + 4, 4])
+        tensor.chunks = [ChunkStorageMetadata(torch.Size(lo), torch.Size(size)) for lo, size in boxes]
+        found.storage_data = {MetadataIndex("w", boxes[0][0]): first, MetadataIndex("w", boxes[1][0]): second}
+
+    change(tmp_path / "d", false)
+    with pytest.raises(InvalidInputError, match=r"\[w\]: a part of 8388608 bytes is said to be in \d+ of"):
+        dcp_folder.read(tmp_path / "d")
 
 
 @pytest.mark.parametrize(

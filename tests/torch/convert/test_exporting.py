@@ -309,7 +309,7 @@ def test_wrong_usage(store: Store, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="2 files are needed"):
         run_export(plan, max_shard_bytes=400)
     store.save([torch.ones(1)], step=2)
-    with pytest.raises(InvalidInputError, match="dcp holds a dict, and what was chosen is a list"):
+    with pytest.raises(InvalidInputError, match="dcp holds a dict, and what was chosen is of type list"):
         run_export(plan_export(store, 2, tmp_path / "d", format="dcp"))
     assert names(tmp_path) == set()
 

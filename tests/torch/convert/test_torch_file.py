@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import pickle
 import struct
@@ -135,9 +136,9 @@ def test_a_numpy_array_of_another_class_is_refused(tmp_path: Path) -> None:
 
 def test_values_that_a_store_cannot_keep_are_refused_by_path(store: Store, tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": {"seen": {1, 2}}})
-    with pytest.raises(InvalidInputError, match=r"step_1\.pt: cannot save a/seen of type set"):
+    with pytest.raises(InvalidInputError, match=r"step_1\.pt: cannot save the value at a/seen, of type set"):
         run_import(store, plan_import(store, path))
-    with pytest.raises(InvalidInputError, match="a/seen of type set"):
+    with pytest.raises(InvalidInputError, match="a/seen, of type set"):
         run_import(store, plan_import(store, path), dry_run=True)
     with pytest.raises(InvalidInputError, match="Counter"):
         run_import(store, plan_import(store, saved(tmp_path, [Counter("ab")])))
@@ -215,6 +216,44 @@ def test_the_forgery_itself_can_be_read_when_it_claims_the_truth(tmp_path: Path)
     path = saved(tmp_path, torch.ones(2))
     truth = lies("FloatStorage", "0", 2)
     assert torch_file.load(rewritten(path, lambda n, d: truth if n.endswith("data.pkl") else d)).tolist() == [1, 1]
+
+
+class Called:
+    """Pickled, it is a call of a function."""
+
+    def __init__(self, what: Any, *args: Any) -> None:
+        self._call = what, args
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._call
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (bytearray(b""), "bytearray"),
+        (Called(bytearray, 1 << 40), "bytearray"),
+        (Called(torch.FloatTensor, 1 << 40), "torch.FloatTensor"),
+        (Called(torch.Tensor, 1 << 40), "torch.Tensor"),
+        (Called(torch.storage.UntypedStorage, 1 << 40), "torch.storage.UntypedStorage"),
+        (Called(codecs.encode, Called(codecs.encode, "a", "latin1"), "hex"), "_codecs.encode"),  # twice as long
+        (Called(torch._tensor._rebuild_from_type_v2, bytearray, torch.Tensor, (1 << 40,), {}), "_rebuild_from_type_v2"),
+    ],
+    ids=str,
+)
+def test_calls_that_make_memory_of_any_size_are_refused(tmp_path: Path, value: object, what: str) -> None:
+    """torch would make each of them, out of a file of a few bytes."""
+    pickled = pickle.dumps({"a": value}, 2)
+    forged = rewritten(saved(tmp_path, 1), lambda name, data: pickled if name.endswith("data.pkl") else data)
+    with pytest.raises(InvalidInputError, match=f"a call of .*{what}, which no checkpoint needs"):
+        torch_file.load(forged)
+
+
+def test_tensors_with_attributes_and_bytes_are_made_by_calls_that_are_let_through(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    tensor.note = "kept by torch.save"  # type: ignore[attr-defined]
+    found = torch_file.load(saved(tmp_path, {"tensor": tensor, "bytes": b"abc"}))
+    assert (found["tensor"].tolist(), found["bytes"]) == ([0, 1, 2], b"abc")
 
 
 def central(path: Path, name: bytes) -> int:

@@ -6,7 +6,6 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,6 @@ from tests.torch.integrations.accelerate_runs import STEPS, Loop, train
 from tests.torch.integrations.runs import differing, faulty, network, outcomes, start
 
 PROGRAM = "tests.torch.integrations.accelerate_runs"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def store() -> Iterator[ckstore.Store]:
-    with ckstore.open(MemoryBackend(), create=True) as opened:
-        yield opened
 
 
 def stopped(store: Any, at: int, folder: Path | None = None, **options: Any) -> None:

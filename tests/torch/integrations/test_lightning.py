@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,20 +32,6 @@ pytestmark = [  # of Lightning itself: about a number of workers, a folder that 
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def store() -> Iterator[ckstore.Store]:
-    with ckstore.open(MemoryBackend(), create=True) as opened:
-        yield opened
 
 
 def checkpoint(folder: Path, store: Any, **options: Any) -> CkstoreCheckpoint:

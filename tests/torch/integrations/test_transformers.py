@@ -7,7 +7,6 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,6 @@ from tests.torch.integrations.transformers_runs import STEPS, StopAt, finished, 
 
 PROGRAM = "tests.torch.integrations.transformers_runs"
 STATE = "trainer_state.json"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def store() -> Iterator[ckstore.Store]:
-    with ckstore.open(MemoryBackend(), create=True) as opened:
-        yield opened
 
 
 def straight(folder: Path, **options: Any) -> dict[str, str]:
