@@ -77,9 +77,9 @@ def root(
       $ ckstore prune runs/gpt --keep-last 3 --keep-every 1000
 
     \b
-    STORE is a path or a file:// URL. It is the first argument, or --store, or
-    the environment variable CKSTORE_STORE; when that is set, a first argument
-    with a slash in it is still a store.
+    STORE is a path or a URL (file, s3, gs, …). It is the first argument, or
+    --store, or the environment variable CKSTORE_STORE; when that is set, a
+    first argument with a slash in it is still a store.
     REF names a snapshot: latest, a step, an id or its first four digits, a tag
     or a branch; step:, id:, tag: or branch: before it says which, and
     BRANCH@latest or BRANCH@STEP looks within a branch.

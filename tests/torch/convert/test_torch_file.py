@@ -239,7 +239,7 @@ class Called:
         (Called(codecs.encode, Called(codecs.encode, "a", "latin1"), "hex"), "_codecs.encode"),  # twice as long
         (Called(torch._tensor._rebuild_from_type_v2, bytearray, torch.Tensor, (1 << 40,), {}), "_rebuild_from_type_v2"),
     ],
-    ids=str,
+    ids=["no bytes", "bytes", "FloatTensor", "Tensor", "UntypedStorage", "hex", "rebuilt"],
 )
 def test_calls_that_make_memory_of_any_size_are_refused(tmp_path: Path, value: object, what: str) -> None:
     """torch would make each of them, out of a file of a few bytes."""
