@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import ckstore
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-MINIMAL, BY_HAND = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+MINIMAL, BY_HAND, SEVERAL = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 _BEFORE = "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(3, 2))\nstate = {'model': model.state_dict()}\n"
 
 
@@ -27,6 +29,18 @@ def test_the_second_example_runs(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", script], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_third_example_keeps_three_copies(tmp_path: Path) -> None:
+    places = ["/nvme/gpt", "/disk/gpt", "/other/gpt"]
+    script = "import ckstore\n" + SEVERAL + "store.save({'n': 1}, step=1)\nstore.close()\n"
+    for place in places:
+        assert place in script
+        script = script.replace(place, f"{tmp_path}{place}")
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+    for place in places:
+        with ckstore.open(f"{tmp_path}{place}") as store:
+            assert store.restore() == {"n": 1}
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
