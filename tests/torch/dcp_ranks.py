@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -489,6 +489,11 @@ class Counted(CountingBackend):
         if name.startswith("packs/"):
             self.asked.append((name, start, view.nbytes))
         super().get_into(name, start, view)
+
+    def get_parts(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+        for view in views:
+            self.get_into(name, start, view)
+            start += view.nbytes
 
     def check_once(self) -> int:
         """How many bytes were asked for; fails if any was asked for twice."""

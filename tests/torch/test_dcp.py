@@ -143,7 +143,7 @@ def test_what_planners_keep_must_be_paths(tmp_path: Path) -> None:
         ({"w": ()}, "no path"),
         ({"w": ("w", 1 << 40)}, "no path"),
         ({"w": ("w", -1)}, "no path"),
-        ([("w",)], "keeps a list"),
+        ([("w",)], "a value of type list, not paths"),
     ]:
         planner = Odd()
         planner.odd = odd
