@@ -163,11 +163,6 @@ RULES = [
         behind, 3, 2,
     ),
     Rule(
-        "a new authority is ready when it has taken over",
-        Edit("ckstore.replicas.terms:own_term", (("if layout.term_ready(newest.promoted) not in names:", "if 0:"),)),
-        early, 3, 2,
-    ),
-    Rule(
         "each authority has sequences of its own",
         Edit("ckstore.replicas.terms:first_sequence", (("number << 32", "1 << 40"),)),
         promotions, 3, 2,

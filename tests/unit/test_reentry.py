@@ -22,8 +22,8 @@ from ckstore.store import Store
 from ckstore.testing.faults import Fault, FaultyBackend
 
 
-@pytest.mark.parametrize("verb", ["put_stream", "put_if_absent", "list"])
-def test_a_save_in_the_middle_of_a_save_is_refused(open_here: Callable[..., Store], verb: str) -> None:
+@pytest.mark.parametrize(("verb", "where"), [("put_stream", ""), ("put_if_absent", ""), ("list", "marks/")])
+def test_a_save_in_the_middle_of_a_save_is_refused(open_here: Callable[..., Store], verb: str, where: str) -> None:
     inner = MemoryBackend()
     open_here(inner)
     refused = []
@@ -36,7 +36,8 @@ def test_a_save_in_the_middle_of_a_save_is_refused(open_here: Callable[..., Stor
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        store = open_here(FaultyBackend(inner, Fault(verb, 1, lambda: signal.raise_signal(signal.SIGUSR1))))
+        fault = Fault(verb, 1, lambda: signal.raise_signal(signal.SIGUSR1), where=where)
+        store = open_here(FaultyBackend(inner, fault))
         store.save({"x": np.arange(5000)}, step=1)
     finally:
         signal.signal(signal.SIGUSR1, before)
