@@ -42,8 +42,8 @@ def save(settings: Settings) -> Result:
             Contender(PLAIN[0], lambda: server.client().upload_file(str(file), BUCKET, "plain")),
             Contender(PLAIN[2], lambda: server.client().upload_file(str(file), BUCKET, "plain", Config=_four())),
             Contender(OURS, lambda: subject.save(state), lambda: change(state), subject.keep_one),
-            Contender("DCP with s3fs", lambda: _dcp_s3fs_save(server, state)),
-            Contender("DCP with s3torchconnector", lambda: _connector_save(server, state)),
+            Contender("DCP with s3fs", lambda: _dcp_save(state, _s3fs(server, "FsspecWriter"))),
+            Contender("DCP with s3torchconnector", lambda: _dcp_save(state, _connector(server, "S3StorageWriter"))),
         ]
         speeds(result, contenders, settings, nbytes(state))
         with _counted() as requests:
@@ -75,12 +75,14 @@ def restore(settings: Settings) -> Result:
             Contender(PLAIN[3], lambda: server.client().download_file(BUCKET, "plain", down, Config=_four())),
             Contender(OURS, lambda: subject.store.restore(into=target)),
             Contender(
-                "DCP with s3fs", lambda: _dcp_s3fs_load(server, target), _once(lambda: _dcp_s3fs_save(server, state))
+                "DCP with s3fs",
+                lambda: _dcp_load(target, _s3fs(server, "FsspecReader")),
+                _once(lambda: _dcp_save(state, _s3fs(server, "FsspecWriter"))),
             ),
             Contender(
                 "DCP with s3torchconnector",
-                lambda: _connector_load(server, target),
-                _once(lambda: _connector_save(server, state)),
+                lambda: _dcp_load(target, _connector(server, "S3StorageReader")),
+                _once(lambda: _dcp_save(state, _connector(server, "S3StorageWriter"))),
             ),
         ]
         speeds(result, contenders, settings, nbytes(state))
@@ -165,35 +167,24 @@ def _four() -> Any:
     )
 
 
-def _dcp_s3fs_save(server: S3Server, state: State) -> None:
-    dcp = import_module("torch.distributed.checkpoint")
-    writer = import_module("torch.distributed.checkpoint._fsspec_filesystem").FsspecWriter
-    with peers.quiet():
-        options = {"client_kwargs": {"endpoint_url": server.endpoint}}
-        dcp.save(dict(state), storage_writer=writer(f"s3://{BUCKET}/dcp", **options), no_dist=True)
-
-
-def _dcp_s3fs_load(server: S3Server, target: State) -> None:
-    dcp = import_module("torch.distributed.checkpoint")
-    reader = import_module("torch.distributed.checkpoint._fsspec_filesystem").FsspecReader
-    with peers.quiet():
-        options = {"client_kwargs": {"endpoint_url": server.endpoint}}
-        dcp.load(dict(target), storage_reader=reader(f"s3://{BUCKET}/dcp", **options), no_dist=True)
-
-
-def _connector_save(server: S3Server, state: State) -> None:
+def _dcp_save(state: State, writer: Any) -> None:
     dcp = import_module("torch.distributed.checkpoint")
     with peers.quiet():
         try:
-            dcp.save(dict(state), storage_writer=_connector(server, "S3StorageWriter"), no_dist=True)
+            dcp.save(dict(state), storage_writer=writer, no_dist=True)
         except dcp.CheckpointException as error:  # no Exception: it would end the benchmark
             raise RuntimeError(str(next(iter(error.failures.values()))[0])) from error
 
 
-def _connector_load(server: S3Server, target: State) -> None:
-    dcp = import_module("torch.distributed.checkpoint")
+def _dcp_load(target: State, reader: Any) -> None:
     with peers.quiet():
-        dcp.load(dict(target), storage_reader=_connector(server, "S3StorageReader"), no_dist=True)
+        import_module("torch.distributed.checkpoint").load(dict(target), storage_reader=reader, no_dist=True)
+
+
+def _s3fs(server: S3Server, kind: str) -> Any:
+    """The reader or writer of torch over s3fs."""
+    module = import_module("torch.distributed.checkpoint._fsspec_filesystem")
+    return getattr(module, kind)(f"s3://{BUCKET}/dcp", client_kwargs={"endpoint_url": server.endpoint})
 
 
 def _connector(server: S3Server, kind: str) -> Any:

@@ -62,7 +62,7 @@ class Renewal:
 class Announced:
     """A published save: the parents that it may build on, and the facts as they were read afterwards.
 
-    What a floor has voided is among `parents` still: `floor.standing` tells. Whoever decides the save says so in
+    What a floor has voided is among `parents` still: `floor.stands` tells. Whoever decides the save says so in
     `decided`; else it is read.
     """
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from ckstore import layout
-from ckstore.backend.base import Backend
+from ckstore.backend.base import Backend, size_of
 from ckstore.backend.encrypted import encryption_of
 from ckstore.context import Context
 from ckstore.errors import CkstoreError, FormatError, NotFoundError
@@ -47,7 +47,7 @@ def keep(context: Context, name: str, wrong: Wrong, sources: Sequence[str]) -> s
     """
     cipher = encryption_of(context.backend)
     stored = context.backend if cipher is None else cipher.inner
-    size = _size(stored, name)
+    size = size_of(stored, name)
     kept = min(size or 0, MAX_KEPT)
     place = layout.evidence(name, _nonce(stored, name, kept))
     if size is not None:
@@ -86,7 +86,7 @@ def forget(context: Context) -> int:
 
 def kept_bytes(context: Context) -> int:
     """How many bytes all evidence takes."""
-    sizes = (_size(context.backend, name) for name in context.backend.list(layout.EVIDENCE))
+    sizes = (size_of(context.backend, name) for name in context.backend.list(layout.EVIDENCE))
     return sum(size or 0 for size in sizes)
 
 
@@ -120,13 +120,6 @@ def _rank(name: str, save: SaveName, ranks: int) -> int:
     return rank
 
 
-def _size(backend: Backend, name: str) -> int | None:
-    try:
-        return backend.stat(name)
-    except NotFoundError:
-        return None
-
-
 def _nonce(backend: Backend, name: str, size: int) -> str:
     hasher = blake3()
     window = memoryview(bytearray(min(size, _WINDOW)))
@@ -138,7 +131,7 @@ def _nonce(backend: Backend, name: str, size: int) -> str:
 
 
 def _copy(source: Backend, name: str, size: int, target: Backend, to: str) -> None:
-    if _size(target, to) == size:
+    if size_of(target, to) == size:
         return  # the same damage was met before
     stream = target.put_stream(to, size)
     window = memoryview(bytearray(min(size, _WINDOW)))

@@ -36,19 +36,19 @@ def new_name(history: History, nonce: str) -> SaveName:
     return SaveName(max([save.sequence for save in seen] + [current.sequence]) + 1, nonce)
 
 
-def standing(context: Context, under: Announced) -> Announced | None:
-    """A save that was announced before, without the parents that the floor has voided.
+def stands(context: Context, under: Announced) -> bool:
+    """Whether a save that was announced before may go on: not below the floor, or one about to be raised.
 
-    None if it is itself below the floor or one about to be raised: it must not go on.
+    The parents that the floor has voided are taken from `under`.
     """
     # Proposals first: one that is withdrawn meanwhile has become the floor.
     proposed = _proposed_sequences(context)
     current = _current(context)
     if SaveName.parse(under.record.save).sequence < max([current.sequence, *proposed]):
-        return None
+        return False
     # Marks may have been cleared away with the records that the floor voids. They were read before it.
     under.parents = tuple(save for save in under.parents if not is_void(current, save))
-    return under
+    return True
 
 
 def _current(context: Context) -> records.Floor:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from ckstore import facts, layout, orphans
 from ckstore.announce import PATIENCE_SECONDS, Announcer, Patience, list_announcers
+from ckstore.backend.base import size_of
 from ckstore.commit import abort
 from ckstore.context import Context
-from ckstore.errors import BackendError, CkstoreError, CorruptionError, NoSpaceError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, CorruptionError, NoSpaceError
 from ckstore.format import records
 from ckstore.history import History, Marks, list_saves, read_history, read_marks, read_optional
 from ckstore.ids import SaveName, new_nonce
@@ -75,7 +76,7 @@ def sweep(context: Context, progress: Progress = silent) -> Sweep:
         # What was read, an ABORT or a `removed` or `relocated` mark, may not be durable yet; what it freed is gone.
         context.backend.sync(layout.SNAPSHOTS)
         context.backend.sync(layout.MARKS)
-    sizes = {name: _size(context, name) for name in garbage.packs}
+    sizes = {name: size_of(context.backend, name) or 0 for name in garbage.packs}
     total = sum(sizes.values())
 
     def free(packs: Iterable[str]) -> None:
@@ -164,7 +165,7 @@ def _withdraw(context: Context, announcers: Iterable[Announcer]) -> int:
 def plan_sweep(context: Context) -> Sweep:
     """What `sweep` would free now if it gave up nobody. Changes nothing."""
     garbage = _survey(context)
-    sizes = [_size(context, name) for name in garbage.packs]
+    sizes = [size_of(context.backend, name) or 0 for name in garbage.packs]
     return Sweep(sum(sizes), len(sizes), len(garbage.objects), waiting_for=list(garbage.waiting_for))
 
 
@@ -248,12 +249,5 @@ def _refuse_short_listing(context: Context, decided: Collection[SaveName], owner
 
 def _owners(names: Iterable[str]) -> set[SaveName]:
     return {save for save in map(layout.owning_save, names) if save is not None}
-
-
-def _size(context: Context, name: str) -> int:
-    try:
-        return context.backend.stat(name)
-    except NotFoundError:
-        return 0
 
 

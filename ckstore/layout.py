@@ -73,6 +73,11 @@ def check_name(name: str) -> str:
     return name
 
 
+def is_name(name: str) -> bool:
+    """Whether a store may have given it: in a listing any other is passed over."""
+    return _NAME.match(name) is not None
+
+
 def announcement(save: SaveName) -> str:
     return f"{SAVES}{save}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckstore import layout
 from ckstore.arguments import bandwidth_of, chunk_size_of
-from ckstore.backend.base import Backend, foreign, probe
+from ckstore.backend.base import Backend, foreign, probe, size_of
 from ckstore.backend.encrypted import encrypted, encryption_of
 from ckstore.backend.encrypted import form as encryption
 from ckstore.backend.url import backend_of
@@ -80,15 +80,7 @@ def _check_writers(backend: Backend) -> None:
 
 
 def _is_used(backend: Backend) -> bool:
-    return bool(backend.list(layout.ENCRYPTION)) or _has(backend, layout.CONFIG)
-
-
-def _has(backend: Backend, name: str) -> bool:
-    try:
-        backend.stat(name)
-    except NotFoundError:
-        return False
-    return True
+    return bool(backend.list(layout.ENCRYPTION)) or size_of(backend, layout.CONFIG) is not None
 
 
 def _check_place(backend: Backend) -> None:

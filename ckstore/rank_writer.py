@@ -46,7 +46,7 @@ def write(context: Context, captured: Captured, share: Share, known: Known, held
     places = Places(table_of(b"".join(ids), [chunks.locations[chunk] for chunk in ids]))
     sizes = [blob.nbytes for blob in captured.blobs]
     content = manifest.encode_content(captured.tree, sizes, context.config.chunk_size, ids)
-    entry = _put_manifest(context, share, manifest.encode(share.save, share.rank, content, captured.order, places))
+    entry = put_manifest(context, share, manifest.encode(share.save, share.rank, content, captured.order, places))
     packs = chunks.closure(places.table.packs)
     known.check_still_there(pack.name for pack in packs if layout.save_of_pack(pack.name) != share.save)
     contribution = records.Contribution(
@@ -65,7 +65,8 @@ def teach_index(context: Context, save: SaveName, written: Written) -> None:
     written.known.teach_index()
 
 
-def _put_manifest(context: Context, share: Share, data: bytes) -> records.ManifestRef:
+def put_manifest(context: Context, share: Share, data: bytes) -> records.ManifestRef:
+    """Keep a manifest durably, or leave it to the commit record where it is small; what that record is to say."""
     if len(data) <= INLINE_BYTES // share.world:
         return records.ManifestRef(share.rank, len(data), digest(data), data, host_name())
     context.backend.put(layout.manifest(share.save, share.rank), data)

@@ -19,6 +19,7 @@ import numpy as np
 
 from ckstore import codec, facts, floor, layout, orphans
 from ckstore.announce import announced, list_announcers
+from ckstore.backend.base import size_of
 from ckstore.commit import commit, discard
 from ckstore.context import Context
 from ckstore.errors import CkstoreError, CorruptionError, FencedError, NoSpaceError, NotFoundError
@@ -72,7 +73,7 @@ def repack(context: Context, sparse: float = SPARSE, progress: Progress = silent
         save=str(save), branch="repack", step=0, epoch=0, parents=[], owner=current_owner()
     )  # a repack builds on no snapshot: it only reads packs that its own marks keep others from building on
     with announced(context.backend, record) as under:
-        if floor.standing(context, under) is None:
+        if not floor.stands(context, under):
             discard(context, save, "its sequence is below the floor")
             return 0
         relocation = _copied(context, save, victims, sparse, progress)
@@ -138,16 +139,8 @@ def _finish_pack(context: Context, save: SaveName, decision: records.Relocation,
     moved = any(one.old == pack for one in decision.moved)
     if moved and pack not in history.marks.relocated:
         finish(context, save, decision)
-    elif not moved or not _is_there(context, pack):
+    elif not moved or size_of(context.backend, pack) is None:
         context.backend.delete(_relocating(pack, save.nonce))
-
-
-def _is_there(context: Context, pack: str) -> bool:
-    try:
-        context.backend.stat(pack)
-    except NotFoundError:
-        return False
-    return True
 
 
 def withdraw(context: Context, save: SaveName, packs: Iterable[str]) -> None:

@@ -125,7 +125,7 @@ def _lead(context: Context, captured: Captured, request: SaveRequest, named: Nam
             announcement = _announcement(context, history, request, attempt)
         name = SaveName.parse(announcement.save)
         with announced(context.backend, announcement, every) as under:
-            if floor.standing(context, under) is None:
+            if not floor.stands(context, under):
                 # gc is clearing away old records and may not have seen this announcement: take a newer name.
                 discard(context, name, BELOW_FLOOR)
                 continue

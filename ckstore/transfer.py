@@ -26,7 +26,6 @@ from ckstore.format.chunks import MAX_DEPTH, Base, Ids, Location, Places, table_
 from ckstore.format.manifest import Manifest
 from ckstore.format.records import Commit, ManifestRef, PackRef
 from ckstore.history import History, order_of, read_history, read_tags
-from ckstore.host import host_name
 from ckstore.ids import SaveName, digest, new_nonce
 from ckstore.info import state_of
 from ckstore.known import Known
@@ -35,7 +34,7 @@ from ckstore.pack import read_frame
 from ckstore.pack_writer import PackWriter
 from ckstore.process import current_owner
 from ckstore.progress import Progress, silent
-from ckstore.rank_writer import INLINE_BYTES
+from ckstore.rank_writer import Share, put_manifest
 from ckstore.reader import read_manifests, read_pieces
 from ckstore.relocation import relocated_manifest
 from ckstore.reserve import check_whole
@@ -186,7 +185,7 @@ class _Moving:
             owner=current_owner(),
         )  # fmt: skip
         with announced(target.backend, announcement) as under:
-            if floor.standing(target, under) is None:
+            if not floor.stands(target, under):
                 discard(target, name, BELOW_FLOOR)
                 return None
             known = Known(target, under.parents, under.marks)
@@ -222,9 +221,8 @@ class _Moving:
             raise FormatError(f"the manifest of rank {read.rank} of save {read.save} is not canonical")
         packs = frames.closure(places.table.packs)
         known.check_still_there(pack.name for pack in packs if layout.save_of_pack(pack.name) != save)
-        entry = _put_manifest(
-            self._target, save, read.rank, manifest.encode(save, read.rank, content, read.order, places), world
-        )
+        encoded = manifest.encode(save, read.rank, content, read.order, places)
+        entry = put_manifest(self._target, Share(save, read.rank, world), encoded)
         return _Part(entry, packs, places, frames.written + entry.size)
 
     def _tick(self, size: int) -> None:
@@ -254,13 +252,6 @@ def _record(record: Commit, announcement: records.Announcement, parts: Sequence[
         full=False,
         parent=announcement.parents[0] if announcement.parents else None,
     )
-
-
-def _put_manifest(target: Context, save: SaveName, rank: int, data: bytes, world: int) -> ManifestRef:
-    if len(data) <= INLINE_BYTES // world:
-        return ManifestRef(rank, len(data), digest(data), data, host_name())
-    target.backend.put(layout.manifest(save, rank), data)
-    return ManifestRef(rank, len(data), digest(data), host=host_name())
 
 
 def _parents(history: History, branch: str) -> list[SaveName]:

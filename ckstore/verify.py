@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ckstore import facts, layout, sources
 from ckstore.announce import list_announcers, pinned
-from ckstore.backend.base import Backend
+from ckstore.backend.base import Backend, size_of
 from ckstore.context import Context
 from ckstore.errors import BackendError, CkstoreError, CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
@@ -199,7 +199,7 @@ class Verifier:
 
     def _check_pack(self, name: str, size: int, users: list[_Subject], frames: dict[tuple[int, bytes], _Need]) -> None:
         """Scrub a pack, then (deep) decode the frames that snapshots need. A frame is reported once."""
-        if self._context_size(name) is None:
+        if size_of(self._context.backend, name) is None:
             self._find(name, "the pack is missing", None, users)
             return
         known = set()
@@ -225,12 +225,6 @@ class Verifier:
         self._find(need.place.pack, what, need.place.offset, [subject for subject, _ in need.uses], paths)
         if isinstance(error, CorruptionError):
             self._damaged.append((error, need.place.stored))
-
-    def _context_size(self, name: str) -> int | None:
-        try:
-            return self._context.backend.stat(name)
-        except NotFoundError:
-            return None
 
     def _read_frame(self, place: Location, chunk: bytes, into: memoryview) -> None:
         """Read a frame; once more if it looks damaged, as a transient fault must not pass for damage."""

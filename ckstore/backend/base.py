@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ckstore.errors import FormatError, InvalidInputError
+from ckstore.errors import FormatError, InvalidInputError, NotFoundError
 from ckstore.layout import TEMPORARIES, check_name
 
 
@@ -159,6 +159,14 @@ def first(backend: Backend, prefix: str) -> str | None:
     if isinstance(backend, ListsFirst):
         return backend.first(prefix)
     return next(iter(backend.list(prefix)), None)
+
+
+def size_of(backend: Backend, name: str) -> int | None:
+    """The size of an object in bytes; None if there is none."""
+    try:
+        return backend.stat(name)
+    except NotFoundError:
+        return None
 
 
 def sizes(backend: Backend, prefix: str) -> dict[str, int] | None:

@@ -21,7 +21,7 @@ from ckstore.backend.oserrors import translated
 from ckstore.backend.publish import LocalStream, Publisher, twice
 from ckstore.backend.space import Space
 from ckstore.backend.temporaries import Temporaries, Written
-from ckstore.errors import BackendError, CorruptionError, FormatError, NotFoundError
+from ckstore.errors import BackendError, CorruptionError, NotFoundError
 
 
 class LocalBackend:
@@ -244,7 +244,7 @@ class LocalBackend:
             return  # deleted since it was seen
         for entry in entries:
             name = prefix + entry.name
-            if not _is_name(name):
+            if not layout.is_name(name):
                 continue
             if entry.kind == "symlink":
                 raise _stray(self._full(name))
@@ -260,17 +260,9 @@ class LocalBackend:
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
-            if entry.kind == "directory" and _is_name(prefix + entry.name):
+            if entry.kind == "directory" and layout.is_name(prefix + entry.name):
                 self._sync_below(f"{prefix}{entry.name}/")
                 self._directories.fsync_if_there(self._full(prefix + entry.name))
-
-
-def _is_name(name: str) -> bool:
-    try:
-        layout.check_name(name)
-    except FormatError:
-        return False
-    return True
 
 
 def _checked_file(found: Stat, name: str) -> Stat:

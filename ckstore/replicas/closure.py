@@ -10,14 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckstore import facts, layout
-from ckstore.backend.base import Backend
+from ckstore.backend.base import Backend, size_of
 from ckstore.context import Context
 from ckstore.errors import CorruptionError, FormatError, NotFoundError
 from ckstore.format.records import PackRef, Relocation
 from ckstore.history import Marks, read_decision
 from ckstore.ids import SaveName
 from ckstore.relocation import mark_name
-from ckstore.replicas.pack_copy import size_of
 
 
 class Sizes:

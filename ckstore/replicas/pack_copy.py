@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from ckstore import aligned
 from ckstore.backend.base import Backend
-from ckstore.errors import BackendError, CkstoreError, CorruptionError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, CorruptionError
 from ckstore.format import pack as form
 from ckstore.format.pack import Frame, FrameTable
 from ckstore.format.records import PackRef
@@ -165,11 +165,3 @@ def _spans(table: FrameTable, footer: bytes) -> Iterator[_Span]:
     if table.footer_offset > at:
         yield _Span(table.footer_offset)
     yield _Span(table.size, expected=footer + form.encode_end(footer, table.footer_offset))
-
-
-def size_of(backend: Backend, name: str) -> int | None:
-    """The size of an object, None if there is none."""
-    try:
-        return backend.stat(name)
-    except NotFoundError:
-        return None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ckstore import facts, layout, orphans, prune
 from ckstore.announce import Announcer, Patience, list_announcers
+from ckstore.backend.base import size_of
 from ckstore.context import Context
 from ckstore.errors import CorruptionError, FormatError, NotFoundError
 from ckstore.format import records
@@ -101,7 +102,7 @@ def free(authority: Context, copy: Context, check: Callable[[], None]) -> int:
     if victims:
         victims -= _needed(authority, copy, known)
     for name in sorted(victims):
-        if _is_there(authority, name):  # a listing that lacked it is no evidence
+        if size_of(authority.backend, name) is not None:  # a listing that lacked it is no evidence
             victims.discard(name)
     freed = 0
     if victims or spent:
@@ -110,7 +111,7 @@ def free(authority: Context, copy: Context, check: Callable[[], None]) -> int:
         copy.backend.sync(layout.MARKS)
         check()
     for name in [*sorted(victims), *spent]:
-        size = _size(copy, name) if name.startswith(layout.PACKS) else 0
+        size = (size_of(copy.backend, name) or 0) if name.startswith(layout.PACKS) else 0
         freed += size if copy.backend.delete(name) else 0
     copy.backend.sweep_temporaries(set())
     return freed
@@ -148,21 +149,6 @@ def _refuse_unreadable(history: History) -> None:
         raise CorruptionError(
             "this record cannot be read, so nothing can be freed on a copy", name=layout.snapshot(save)
         ) from history.damaged[save]
-
-
-def _is_there(context: Context, name: str) -> bool:
-    try:
-        context.backend.stat(name)
-    except NotFoundError:
-        return False
-    return True
-
-
-def _size(context: Context, name: str) -> int:
-    try:
-        return context.backend.stat(name)
-    except NotFoundError:
-        return 0
 
 
 def best_of_branches(history: History) -> set[SaveName]:

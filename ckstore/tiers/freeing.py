@@ -10,8 +10,9 @@ the authority freed.
 from __future__ import annotations
 
 from ckstore import gc, layout, orphans
+from ckstore.backend.base import size_of
 from ckstore.context import Context
-from ckstore.errors import CorruptionError, NotFoundError
+from ckstore.errors import CorruptionError
 from ckstore.history import History, read_history
 from ckstore.relocation import Relocations
 
@@ -29,7 +30,7 @@ def free_evicted(authority: Context, copy: Context) -> int:
         copy.backend.sync(layout.MARKS)  # `evicted` was listed, and may not be durable yet
         for name in free:
             if name not in needed:
-                size = _size(copy, name)
+                size = size_of(copy.backend, name) or 0
                 freed += size if copy.backend.delete(name) else 0
     return freed
 
@@ -57,10 +58,3 @@ def _needed(authority: Context, copy: Context) -> set[str]:
         for save in sorted(history.damaged.keys() - history.marks.removed):
             raise CorruptionError("it cannot be read, so nothing can be freed on a copy", name=layout.snapshot(save))
     return needed
-
-
-def _size(copy: Context, name: str) -> int:
-    try:
-        return copy.backend.stat(name)
-    except NotFoundError:
-        return 0

@@ -165,7 +165,7 @@ RULES = (
          "                [late.commit() for late in context.backend.__dict__.pop('deferred', [])]\n"
          "                if member is not None:\n                    parts +="))),
     _rule("a part is done when its manifest is durable", "hasty ranks", _edit(
-        "rank_writer:_put_manifest",
+        "rank_writer:put_manifest",
         ("    if len(data) <= INLINE_BYTES // share.world:", "    if not share.rank:"),
         ("    context.backend.put(layout.manifest(share.save, share.rank), data)\n",
          "    context.backend.__dict__['deferred'] = lambda: context.backend.put(\n"
@@ -259,9 +259,9 @@ RULES = (
         "floor:_raise",
         ("sequence = min([newest, *(save.sequence for save in undecided)])", "sequence = newest"))),
     _rule("a save below a proposed floor takes another name", "slow", _edit(
-        "saver:_lead", ("if floor.standing(context, under) is None:", "if False:"))),
+        "saver:_lead", ("if not floor.stands(context, under):", "if False:"))),
     _rule("proposals are read before the floor", "slow", _edit(
-        "floor:standing",
+        "floor:stands",
         ("    proposed = _proposed_sequences(context)\n    current = _current(context)\n",
          "    current = _current(context)\n    proposed = _proposed_sequences(context)\n")),
         budget=12_000),

@@ -272,8 +272,8 @@ def test_a_run_that_was_taken_over_is_told_to_stop_on_every_rank() -> None:
 
 def test_a_name_below_the_floor_is_changed_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, True])
-    real = floor.standing
-    monkeypatch.setattr(floor, "standing", lambda *args: None if next(answers, False) else real(*args))
+    real = floor.stands
+    monkeypatch.setattr(floor, "stands", lambda *args: not next(answers, False) and real(*args))
     ranks = Ranks(MemoryBackend(), 2)
     infos = ranks.save(1)
     assert {info.step for info in infos} == {1}
@@ -283,18 +283,18 @@ def test_a_name_below_the_floor_is_changed_on_every_rank(monkeypatch: pytest.Mon
 def test_a_follower_that_had_joined_a_name_below_the_floor_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(backend := MemoryBackend(), 2)
     joined = threading.Event()
-    real, stands, calls = together.read_marks_about, floor.standing, []
+    real, stands, calls = together.read_marks_about, floor.stands, []
 
     def about(*args: Any) -> Any:
         joined.set()
         return real(*args)
 
-    def standing(*args: Any) -> Any:
+    def stands_later(*args: Any) -> bool:
         calls.append(1)
-        return None if len(calls) == 1 and joined.wait(30) else stands(*args)
+        return not (len(calls) == 1 and joined.wait(30)) and stands(*args)
 
     monkeypatch.setattr(together, "read_marks_about", about)
-    monkeypatch.setattr(floor, "standing", standing)
+    monkeypatch.setattr(floor, "stands", stands_later)
     infos = ranks.save(1)
     assert failures(infos) == []
     assert [info.id for info in infos] == [ranks.member(0, 1).nonce(1)] * 2

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ckstore import layout
 from ckstore.backend.fsspec_files.failures import ABSENT
 from ckstore.backend.fsspec_files.kinds import Filesystem
-from ckstore.errors import BackendError, FormatError
+from ckstore.errors import BackendError
 
 
 def at_once(fs: Filesystem, root: str, prefix: str) -> Iterator[str]:
@@ -20,7 +20,7 @@ def at_once(fs: Filesystem, root: str, prefix: str) -> Iterator[str]:
     fs.invalidate_cache()
     for path in fs.find(f"{root}/{prefix}".rstrip("/")):
         name = path.lstrip("/")
-        if name.startswith(start) and is_name(prefix + name[len(start) :]):
+        if name.startswith(start) and layout.is_name(prefix + name[len(start) :]):
             yield prefix + name[len(start) :]
 
 
@@ -28,7 +28,7 @@ def by_directory(fs: Filesystem, root: str, prefix: str) -> Iterator[str]:
     """Likewise, directory by directory; none if there is no such directory."""
     for base, kind in children(fs, f"{root}/{prefix}".rstrip("/")):
         name = prefix + base
-        if not is_name(name):
+        if not layout.is_name(name):
             continue
         if kind == "directory":
             yield from by_directory(fs, root, f"{name}/")
@@ -54,12 +54,3 @@ def children(fs: Filesystem, directory: str) -> list[tuple[str, str]]:
             raise BackendError(f"the filesystem lists {path[:200]} in {directory}, where it is not")
         found.append((posixpath.basename(path), str(entry["type"])))
     return found
-
-
-def is_name(name: str) -> bool:
-    """Whether a store may have given it; whatever has another name is passed over."""
-    try:
-        layout.check_name(name)
-    except FormatError:
-        return False
-    return True

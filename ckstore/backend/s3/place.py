@@ -7,8 +7,8 @@ import urllib.parse
 from dataclasses import dataclass, fields
 
 from ckstore.backend import options
-from ckstore.errors import FormatError, InvalidInputError
-from ckstore.layout import check_name
+from ckstore.errors import InvalidInputError
+from ckstore.layout import is_name
 
 _SCHEME = "s3://"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]\Z")
@@ -99,10 +99,8 @@ class Place:
         """The name that stands under `key`; None where it is none of a store's, or not below the prefix."""
         if not key.startswith(self.root):
             return None
-        try:
-            return check_name(key[len(self.root) :])
-        except FormatError:
-            return None
+        name = key[len(self.root) :]
+        return name if is_name(name) else None
 
 
 _OPTIONS = frozenset(field.name for field in fields(Place)[2:])
